@@ -1,0 +1,29 @@
+"""A torch.compile backend that gives an untouched eager DeepSeek-V4 the speed of a rewritten one.
+
+compiled = torch.compile(model, backend="dsv4")       # no import of this package needed
+print(dsv4_compile.report())                          # what was matched, what was not, and why
+"""
+
+from pathlib import Path as _Path
+
+__version__ = "0.1.0"
+
+_here = _Path(__file__).parent
+if not (_here / "passes").exists() and (_here.parent / "passes" / "mhc.py").exists():
+    # A checkout: `passes/` and `kernels/` lie beside this folder. Installed, they are inside it.
+    __path__.append(str(_here.parent))
+
+from dsv4_compile.options import OptionError, Options
+from dsv4_compile.report import CompileReport, GraphReport, report, reports
+from dsv4_compile.standalone import post_grad_pass
+
+__all__ = [
+    "CompileReport",
+    "GraphReport",
+    "OptionError",
+    "Options",
+    "__version__",
+    "post_grad_pass",
+    "report",
+    "reports",
+]

@@ -1,0 +1,256 @@
+"""`torch.compile(model, backend="dsv4")`: Dynamo graph -> our passes on the functional graph -> Inductor.
+
+The passes ride in Inductor's `joint_custom_pre_pass`, the first hook that sees the functional ATen graph, so that what
+they replace is neither optimised nor lowered by Inductor. The hook is set for this compilation only and runs after
+whatever pass the user has put there.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from dsv4_compile import dump, memory, verification
+from dsv4_compile.hook import HOOK, chained
+from dsv4_compile.options import Options, disabled
+from dsv4_compile.passes.mhc import MhcPass
+from dsv4_compile.passes.pipeline import Collected, GraphPass, GraphPasses, collecting
+from dsv4_compile.passes.projections import ProjectionsPass
+from dsv4_compile.passes.sites import Missed
+from dsv4_compile.report import CompileReport, GraphReport, Piece, new_report
+from dsv4_compile.scalars import fix_module_floats
+
+__all__ = ["StrictError", "dsv4", "graph_passes"]
+
+logger = logging.getLogger("dsv4_compile")
+
+_GRADIENTS = "the graph needs gradients (run the model under torch.no_grad() or torch.inference_mode())"
+_NO_CAPTURE = "this release does not capture by itself; mode='reduce-overhead' uses Inductor's CUDA graphs"
+
+
+class StrictError(RuntimeError):
+    """Under `strict`: a requested optimisation matched nothing or fell back."""
+
+
+def dsv4(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """The Dynamo backend.
+
+    Args:
+        gm: Dynamo's graph; taken over and possibly changed.
+        example_inputs: its inputs, parameters among them.
+        options: see `Options`; `DSV4_OPTIONS` in the environment overrides.
+        mode: as for Inductor ("reduce-overhead", "max-autotune", ...).
+
+    Returns:
+        A callable with the graph's inputs and outputs.
+
+    Raises:
+        OptionError: an option or its value is not known, or two contradict each other.
+        StrictError: under `strict`, when a requested optimisation matched nothing or fell back.
+    """
+    chosen = Options.resolve(options)
+    patches = _inductor_patches(mode, chosen)
+    if disabled():
+        return _inductor(gm, example_inputs, patches)
+    if chosen.mhc != "off":
+        fix_module_floats(gm)
+    report = _report_of(chosen, example_inputs)
+    graph = GraphReport(id=_graph_id(report))
+    report.graphs.append(graph)
+    key = memory.key_of(gm, example_inputs, chosen, patches)
+    original = verification.copy_of(gm) if chosen.verify else None
+    start = time.perf_counter()
+    with collecting() as collected:
+        compiled = _compile(gm, example_inputs, chosen, patches, graph)
+    _fill(graph, collected, time.perf_counter() - start, chosen, key)
+    _settle(report, graph, collected, chosen)
+    memory.pack(collected, example_inputs, graph)
+    if chosen.dump_dir is not None:
+        dump.write_report(chosen.dump_dir, report)
+    logger.info("%s", report)
+    if chosen.strict:
+        _enforce(chosen, graph, collected)
+    if original is not None:
+        compiled = verification.verified(compiled, original, chosen.verify, graph)
+    return compiled
+
+
+def graph_passes(options: Options, graph_id: str | None = None) -> GraphPasses:
+    """The passes that `options` ask for, as one custom pass."""
+    passes: list[GraphPass] = []
+    if options.mhc != "off":
+        passes.append(MhcPass(options.mhc))
+    if options.projections != "off":
+        passes.append(ProjectionsPass(options.projections, options.num_streams, options.stream_max_tokens))
+    observe = None if options.dump_dir is None else dump.Writer(options.dump_dir, graph_id or "graph")
+    return GraphPasses(tuple(passes), strict=options.strict, observe=observe)
+
+
+def _compile(
+    gm: GraphModule, inputs: Sequence[Any], options: Options, patches: dict[str, Any], graph: GraphReport
+) -> Callable[..., Any]:
+    passes = graph_passes(options, graph.id)
+    if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
+        graph.notes.append(f"compiled without replacements: {_GRADIENTS}")
+        logger.warning("Graph %s is compiled without replacements: %s.", graph.id, _GRADIENTS)
+        passes = None
+    if options.compiler == "eager":
+        return _eager(gm, inputs, passes)
+    if passes is not None:
+        patches = {**patches, HOOK: chained(passes, patches)}
+    return _inductor(gm, inputs, patches)
+
+
+def _inductor(gm: GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> Callable[..., Any]:
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(gm, inputs, config_patches=patches or None)
+
+
+def _eager(gm: GraphModule, inputs: Sequence[Any], passes: GraphPasses | None) -> Callable[..., Any]:
+    """The rewritten graph, run node by node."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.decomposition import select_decomp_table
+
+    def plain(module: GraphModule, _: Sequence[Any]) -> Any:
+        return make_boxed_func(module.forward)
+
+    def rewritten(module: GraphModule, _: Sequence[Any]) -> Any:
+        if passes is not None:
+            passes(module.graph)
+            module.recompile()
+        return make_boxed_func(module.forward)
+
+    compiler = aot_autograd(
+        fw_compiler=plain,
+        bw_compiler=plain,
+        inference_compiler=rewritten,
+        decompositions=select_decomp_table(),
+        keep_inference_input_mutations=True,
+    )
+    return compiler(gm, inputs)
+
+
+def _inductor_patches(mode: str | None, options: Options) -> dict[str, Any]:
+    from torch._inductor import list_mode_options
+
+    return {**(list_mode_options(mode) if mode else {}), **options.inductor}
+
+
+def _fill(graph: GraphReport, collected: Collected, seconds: float, options: Options, key: str) -> None:
+    """Moves what the passes found into the report; a warm cache skips them, then what they found last time counts."""
+    if collected.ran:
+        memory.remember(key, collected)
+    elif not graph.notes:
+        remembered = memory.recall(key)
+        if remembered is None:
+            graph.notes.append("loaded from Inductor's cache; what the passes did when it was compiled is not known")
+        else:
+            collected.results[:] = remembered.results
+            collected.nodes, collected.dynamic = remembered.nodes, remembered.dynamic
+            graph.notes.append("loaded from Inductor's cache; the passes ran when it was first compiled")
+    graph.nodes, graph.dynamic = collected.nodes, collected.dynamic
+    graph.seconds = {**collected.seconds, options.compiler: max(0.0, seconds - sum(collected.seconds.values()))}
+    for result in collected.results:
+        graph.mhc += result.mhc
+        graph.projections += result.projections
+        graph.missed += result.missed
+    kind = "compiled" if options.compiler == "inductor" else "eager"
+    graph.pieces = [Piece("piece_0", key[:16], 0, kind, "the graph is one piece in this release", graph.nodes)]
+
+
+def _settle(report: CompileReport, graph: GraphReport, collected: Collected, options: Options) -> None:
+    """Records where something else happened than was asked for."""
+    for result in collected.results:
+        for option, value, reason in result.effective:
+            report.effective[option] = {"value": value, "reason": reason}
+    if options.mhc == "auto" and graph.mhc and not isinstance(report.effective["mhc"], Mapping):
+        family = graph.mhc[0].kernel
+        report.effective["mhc"] = {"value": family, "reason": f"the family for {report.device}"}
+    strategies = sorted({group.strategy for group in graph.projections})
+    if options.projections == "auto" and strategies:
+        reason = graph.projections[0].reason
+        report.effective["projections"] = {"value": ", ".join(strategies), "reason": reason}
+
+
+def _enforce(options: Options, graph: GraphReport, collected: Collected) -> None:
+    """Raises when a requested optimisation matched nothing or fell back."""
+    if graph.notes and "without replacements" in graph.notes[0]:
+        raise StrictError(f"Graph {graph.id}: {graph.notes[0]}.")
+    for result in collected.results:
+        for option, value, reason in result.effective:
+            if option in options.explicit:
+                raise StrictError(f"{option}={getattr(options, option)!r} was asked for and {value!r} runs: {reason}.")
+    matched = {"mhc": bool(graph.mhc), "projections": bool(graph.projections)}
+    asked = [o for o in matched if getattr(options, o) != "off"]
+    named = [o for o in asked if o in options.explicit]
+    failed = [o for o in named if not matched[o]] or (asked if asked and not any(matched[o] for o in asked) else [])
+    if failed:
+        raise StrictError(f"Graph {graph.id} ({graph.nodes} nodes): {' and '.join(failed)} matched nothing.")
+    missed: list[Missed] = [m for m in graph.missed if m.kind in (named or asked)]
+    if missed:
+        raise StrictError(f"Graph {graph.id}: {missed[0].kind} at {missed[0].site} was left alone: {missed[0].reason}.")
+    for option in ("cudagraphs", "capture_sizes", "split_ops", "deterministic"):
+        if option in options.explicit and getattr(options, option) not in ("auto", "off", None, (), False):
+            raise StrictError(f"{option}={getattr(options, option)!r} was asked for: {_NO_CAPTURE}.")
+
+
+# Reports by the object that Dynamo keeps for one torch.compile(...) call.
+_by_caller: list[tuple[weakref.ref[Any], str, CompileReport]] = []
+
+
+def _report_of(options: Options, inputs: Sequence[Any]) -> CompileReport:
+    """The report of the `torch.compile` call that is compiling, a new one at its first graph."""
+    caller = _caller()
+    identity = options.fingerprint()
+    _by_caller[:] = [entry for entry in _by_caller if entry[0]() is not None]
+    for reference, known, report in _by_caller:
+        if caller is not None and reference() is caller and known == identity:
+            return report
+    device = next((str(x.device) for x in inputs if isinstance(x, torch.Tensor) and x.device.type != "cpu"), "cpu")
+    if device.startswith("cuda"):
+        device = f"{device} ({torch.cuda.get_device_name(device)})"
+    report = new_report(device, options.to_dict(), _first_effective(options))
+    if caller is not None:
+        _by_caller.append((weakref.ref(caller), identity, report))
+    return report
+
+
+def _caller() -> Any:
+    """What stands for one `torch.compile(...)` inside Dynamo, or None when the backend is called by hand."""
+    try:
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        return InstructionTranslator.current_tx().output.compiler_fn
+    except (ImportError, AttributeError):
+        return None
+
+
+def _first_effective(options: Options) -> dict[str, Any]:
+    effective: dict[str, Any] = options.to_dict()
+    for option in ("cudagraphs", "capture_sizes", "split_ops"):
+        if getattr(options, option) not in ("off", None, ()):
+            effective[option] = {"value": "off" if option == "cudagraphs" else None, "reason": _NO_CAPTURE}
+            if option in options.explicit and getattr(options, option) != "auto":
+                logger.warning("%s=%r has no effect: %s.", option, getattr(options, option), _NO_CAPTURE)
+    return effective
+
+
+def _graph_id(report: CompileReport) -> str:
+    compile_id = torch._guards.CompileContext.current_compile_id()
+    known = {graph.id for graph in report.graphs}
+    name = str(compile_id) if compile_id is not None else str(len(report.graphs))
+    return name if name not in known else f"{name}.{len(report.graphs)}"

@@ -1,0 +1,104 @@
+"""What outlives a compilation: the passes' findings beside Inductor's cache, and packed parameters.
+
+Inductor's caches keep compiled code and skip the passes the next time. The findings are kept beside them, under a key
+of the Dynamo graph, so that a warm start packs the same parameters and its report says the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from dsv4_compile.kernels.linear import packing
+from dsv4_compile.options import Options
+from dsv4_compile.passes.pipeline import Collected, source_hash
+from dsv4_compile.passes.sites import LinearInfo, MhcSite, Missed, PassResult, ProjectionGroup
+from dsv4_compile.report import GraphReport
+
+__all__ = ["key_of", "pack", "recall", "remember"]
+
+logger = logging.getLogger("dsv4_compile")
+
+
+def key_of(gm: GraphModule, inputs: Sequence[Any], options: Options, patches: Mapping[str, Any]) -> str:
+    """Hash of the graph, its inputs' types, the options and every version that changes code."""
+    digest = hashlib.sha256()
+    parts = [torch.__version__, source_hash(), options.fingerprint(), repr(sorted(map(str, patches)))]
+    parts += [gm.print_readable(print_output=False)]
+    parts += [_describe(x) for x in inputs]
+    for part in parts:
+        digest.update(part.encode())
+    return digest.hexdigest()
+
+
+def _describe(x: Any) -> str:
+    if isinstance(x, torch.Tensor):
+        return f"{x.dtype}{x.device}{[str(d) for d in x.shape]}{x.requires_grad}"
+    return str(type(x))
+
+
+def _folder() -> Path:
+    from torch._inductor.runtime.runtime_utils import cache_dir
+
+    return Path(cache_dir()) / "dsv4"
+
+
+def remember(key: str, collected: Collected) -> None:
+    """Writes the findings, atomically; a folder that cannot be written is passed over."""
+    record = {
+        "nodes": collected.nodes,
+        "dynamic": collected.dynamic,
+        "results": [dataclasses.asdict(r) for r in collected.results],
+    }
+    try:
+        folder = _folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=folder)
+        with os.fdopen(handle, "w") as file:
+            json.dump(record, file)
+        os.replace(name, folder / f"{key}.json")
+    except OSError as error:
+        logger.info("The findings of the passes were not kept: %s", error)
+
+
+def recall(key: str) -> Collected | None:
+    """The findings kept under `key`, or None when there are none or they cannot be read."""
+    try:
+        record = json.loads((_folder() / f"{key}.json").read_text())
+        results = [_result(r) for r in record["results"]]
+        return Collected(nodes=int(record["nodes"]), dynamic=bool(record["dynamic"]), results=results)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _result(record: Mapping[str, Any]) -> PassResult:
+    groups = tuple(
+        ProjectionGroup(**{**g, "linears": tuple(LinearInfo(**x) for x in g["linears"])}) for g in record["projections"]
+    )
+    return PassResult(
+        mhc=tuple(MhcSite(**s) for s in record["mhc"]),
+        projections=groups,
+        missed=tuple(Missed(**m) for m in record["missed"]),
+        effective=tuple((e[0], e[1], e[2]) for e in record["effective"]),
+        packs=tuple(tuple(int(i) for i in p) for p in record["packs"]),
+    )
+
+
+def pack(collected: Collected, inputs: Sequence[Any], graph: GraphReport) -> None:
+    """Lays the weights of each packed group one behind the other; the parameters become views of that storage."""
+    for result in collected.results:
+        for positions in result.packs:
+            weights = [inputs[i] for i in positions]
+            outcome = packing.pack(weights)
+            if not outcome.packed:
+                graph.notes.append(f"a packed group runs as separate products: {outcome.reason}")

@@ -1,0 +1,158 @@
+"""The report of a compilation: what was asked for, what was done, what was not, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dsv4_compile.passes.sites import LinearInfo, MhcSite, Missed, ProjectionGroup
+
+__all__ = ["CompileReport", "CudaGraphs", "GraphReport", "Piece", "new_report", "report", "reports"]
+
+_KEEP = 64
+"""Reports kept; the oldest go first."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A subgraph with one key."""
+
+    name: str
+    key: str
+    shared_with: int
+    kind: str
+    reason: str
+    nodes: int
+
+
+@dataclass
+class CudaGraphs:
+    """Capture and replay of one graph."""
+
+    mode: str = "off"
+    sizes: list[int] = field(default_factory=list)
+    replays: int = 0
+    bytes: int = 0
+    fallbacks: list[dict[str, str]] = field(default_factory=list)
+
+
+@dataclass
+class GraphReport:
+    """One graph that Dynamo handed over.
+
+    `pieces` and `cudagraphs` describe capture; the graph is one compiled piece in this release, and Inductor's own
+    CUDA graphs (`mode="reduce-overhead"`) are not counted here.
+    """
+
+    id: str
+    nodes: int = 0
+    dynamic: bool = False
+    seconds: dict[str, float] = field(default_factory=dict)
+    projections: list[ProjectionGroup] = field(default_factory=list)
+    mhc: list[MhcSite] = field(default_factory=list)
+    missed: list[Missed] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
+    cudagraphs: CudaGraphs = field(default_factory=CudaGraphs)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class CompileReport:
+    """All graphs of one `torch.compile(...)`; graphs are added as Dynamo meets new shapes."""
+
+    version: str
+    torch: str
+    device: str
+    requested: dict[str, Any]
+    effective: dict[str, Any]
+    graphs: list[GraphReport] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-safe. `effective` maps an option to its value, or to {"value", "reason"} where it differs."""
+        return dataclasses.asdict(self)
+
+    def to_json(self) -> str:
+        """`to_dict()` as text."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def __str__(self) -> str:
+        lines = [f"dsv4_compile {self.version}, torch {self.torch}, {self.device}"]
+        for option, value in self.effective.items():
+            if isinstance(value, Mapping) and set(value) == {"value", "reason"}:
+                lines.append(f"  {option}: {self.requested[option]} -> {value['value']} ({value['reason']})")
+        for graph in self.graphs:
+            lines += _graph_lines(graph)
+        return "\n".join(lines)
+
+
+def _graph_lines(graph: GraphReport) -> list[str]:
+    shapes = "dynamic" if graph.dynamic else "static"
+    times = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in graph.seconds.items())
+    lines = [f"graph {graph.id}: {graph.nodes} nodes, {shapes} shapes" + (f" ({times})" if times else "")]
+    if not (graph.mhc or graph.projections or graph.missed or graph.notes):
+        lines.append("  nothing matched")
+    lines += [f"  note: {note}" for note in graph.notes]
+    lines += [_mhc_line(site) for site in graph.mhc]
+    lines += [_group_line(group) for group in graph.projections]
+    lines += [f"  missed {m.kind} at {m.site or '(unknown module)'}: {m.reason}" for m in graph.missed]
+    return lines
+
+
+def _mhc_line(site: MhcSite) -> str:
+    form = site.form.replace("_", "+") + ("+norm" if site.norm_fused else "")
+    iters = "" if site.iters is None else f", {site.iters} Sinkhorn iterations"
+    eps = ", ".join(f"{role} {value:g}" for role, value in site.eps.items())
+    detail = f"{site.streams} streams x {site.hidden}{iters}" + (f", eps: {eps}" if eps else "")
+    return f"  mhc {form} at {site.site or '(unknown module)'}: kernel {site.kernel} ({detail})"
+
+
+def _group_line(group: ProjectionGroup) -> str:
+    members = ", ".join(_linear(linear, group.strategy) for linear in group.linears)
+    return f"  projections at {group.site or '(root)'}: {group.strategy} [{members}] ({group.reason})"
+
+
+def _linear(linear: LinearInfo, strategy: str) -> str:
+    stream = f" on stream {linear.stream}" if strategy == "streams" and linear.stream else ""
+    return f"{linear.name}:{linear.out_features}{stream}"
+
+
+_reports: list[CompileReport] = []
+_lock = threading.Lock()
+
+
+def new_report(device: str, requested: dict[str, Any], effective: dict[str, Any]) -> CompileReport:
+    """Opens a report and makes it the last one."""
+    from dsv4_compile import __version__
+
+    made = CompileReport(__version__, torch.__version__, device, requested, effective)
+    with _lock:
+        _reports.append(made)
+        del _reports[:-_KEEP]
+    return made
+
+
+def report() -> CompileReport:
+    """The report of the last compilation.
+
+    Raises:
+        LookupError: nothing has been compiled in this process yet.
+    """
+    with _lock:
+        if not _reports:
+            raise LookupError(
+                "Nothing has been compiled with the dsv4 backend in this process yet: torch.compile compiles at the "
+                "first call of the model."
+            )
+        return _reports[-1]
+
+
+def reports() -> list[CompileReport]:
+    """The reports of all compilations of this process, oldest first (the last 64 are kept)."""
+    with _lock:
+        return list(_reports)

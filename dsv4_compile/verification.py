@@ -1,0 +1,79 @@
+"""`verify=N`: the first calls are compared with the uncompiled graph, and the compiled one is dropped when they differ."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
+
+from dsv4_compile.report import GraphReport
+
+__all__ = ["TOLERANCE", "copy_of", "verified"]
+
+logger = logging.getLogger("dsv4_compile")
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Largest norm of a difference over the norm of the uncompiled result, by dtype."""
+
+
+def copy_of(gm: GraphModule) -> GraphModule:
+    """A module with a graph of its own and the same tensors."""
+    return GraphModule(gm, copy.deepcopy(gm.graph))
+
+
+def verified(compiled: Callable[..., Any], original: GraphModule, calls: int, graph: GraphReport) -> Callable[..., Any]:
+    """`compiled`, compared with `original` on its first `calls` calls.
+
+    A compared call runs the compiled graph on copies of the inputs that are not parameters and returns what the
+    uncompiled graph returned, so a wrong result or a wrong write into an input is never seen outside. After a
+    difference every later call runs uncompiled.
+    """
+    left = calls
+    failed = False
+
+    def call(*args: Any) -> Any:
+        nonlocal left, failed
+        if failed:
+            return original(*args)
+        if left == 0:
+            return compiled(*args)
+        left -= 1
+        copies = [
+            x.clone() if isinstance(x, torch.Tensor) and not isinstance(x, torch.nn.Parameter) else x for x in args
+        ]
+        actual = compiled(*copies)
+        expected = original(*args)
+        problem = _difference(actual, expected) or _difference(copies, args)
+        if problem is not None:
+            failed = True
+            graph.notes.append(f"verify: the compiled graph was dropped: {problem}")
+            logger.warning("Graph %s runs uncompiled from now on: %s.", graph.id, problem)
+        return expected
+
+    return call
+
+
+def _difference(actual: Any, expected: Any) -> str | None:
+    pairs: Sequence[tuple[Any, Any]] = list(zip(pytree.tree_leaves(actual), pytree.tree_leaves(expected), strict=True))
+    for i, (a, b) in enumerate(pairs):
+        if not isinstance(b, torch.Tensor) or a is b:
+            continue
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return f"tensor {i} is {a.dtype}{list(a.shape)} and should be {b.dtype}{list(b.shape)}"
+        if not b.dtype.is_floating_point:
+            if not torch.equal(a, b):
+                return f"tensor {i} differs"
+            continue
+        wide_a, wide_b = a.double(), b.double()
+        finite = wide_b.isfinite()
+        if not torch.equal(finite, wide_a.isfinite()):
+            return f"tensor {i} differs in where it is finite"
+        error = torch.linalg.vector_norm((wide_a - wide_b)[finite]) / (torch.linalg.vector_norm(wide_b[finite]) + 1e-30)
+        if error > TOLERANCE.get(b.dtype, 1e-4):
+            return f"tensor {i} differs by {float(error):.2g} of its norm"
+    return None

@@ -1,0 +1,260 @@
+"""Operators for linear layers on one input: `dsv4::parallel_linear` and `dsv4::packed_linear`.
+
+Both are functional, and both read the weights as they are when called: nothing about their values or addresses is kept.
+Which one runs is the choice of whoever writes the graph; the results are those of `torch.nn.functional.linear`.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_compile.kernels import streams as auxiliary
+from dsv4_compile.kernels.linear import packing
+
+__all__ = ["packed_linear", "parallel_linear"]
+
+_library = torch.library.Library("dsv4", "FRAGMENT")
+_library.define(
+    "parallel_linear(Tensor x, Tensor[] weights, Tensor?[] biases, int[] streams, int max_tokens) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "packed_linear(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def parallel_linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    streams: Sequence[int],
+    max_tokens: int = 1024,
+) -> list[Tensor]:
+    """Linear layers on one input, on several streams at once, joined before the call returns.
+
+    Args:
+        x: `[..., K]`, any strides and any dtype; it is cast to the dtype of each weight.
+        weights: `[M_i, K]` each, any strides, dtypes may differ.
+        biases: `[M_i]` in the dtype of the weight, or `None`, one for each weight.
+        streams: where each runs: 0 is the current stream, `s` the auxiliary stream `s` of the device. Layers of one
+            number run one after another. On a device without streams everything runs in order.
+        max_tokens: with more rows than this in `x` everything runs in order on the current stream.
+
+    Returns:
+        `[..., M_i]` in the dtype of the weight, for each weight; contiguous.
+
+    Raises:
+        RuntimeError: the lists differ in length, a stream is negative, or a shape does not fit.
+    """
+    return torch.ops.dsv4.parallel_linear(x, weights, biases, streams, max_tokens)
+
+
+def packed_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
+    """Linear layers on one input as one product, `cat([linear(x, w, b), ...], -1)`.
+
+    One matrix product when the weights lie one behind the other in memory (`packing.pack`), which is looked up in every
+    call; otherwise one product for each weight, and `packing.fallbacks()` has the cause.
+
+    Args:
+        x: `[..., K]`, any strides; it is cast to the dtype of the weights.
+        weights: `[M_i, K]` each, of one dtype.
+        biases: `[M_i]` in that dtype, or `None`, one for each weight.
+
+    Returns:
+        `[..., sum M_i]` in the dtype of the weights; contiguous.
+
+    Raises:
+        RuntimeError: the lists differ in length, the weights differ in dtype, or a shape does not fit.
+    """
+    return torch.ops.dsv4.packed_linear(x, weights, biases)
+
+
+# -------------------------------------------------------------------------------------------------- parallel_linear
+
+
+def _parallel(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor | None], streams: list[int], max_tokens: int
+) -> list[Tensor]:
+    _check(x, weights, biases)
+    _check_streams(weights, streams)
+    rows = _rows(x)
+    # Allocated here, before the fork and on the current stream: the caching allocator then knows them as tensors of
+    # that stream, in a capture as well, and a late reader cannot meet them reused by a side stream.
+    outputs = [x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=weight.dtype) for weight in weights]
+    slots: list[list[_Layer]] = [[] for _ in range(1 + max(streams))]
+    for weight, bias, output, stream in zip(weights, biases, outputs, streams, strict=True):
+        slots[stream].append((weight, bias, output.view(rows.shape[0], weight.shape[0])))
+    main, *sides = slots
+    auxiliary.execute_in_parallel(
+        functools.partial(_multiply_all, rows, main),
+        [functools.partial(_multiply_all, rows, layers) if layers else None for layers in sides],
+        x.device,
+        enabled=rows.shape[0] <= max_tokens,
+        inputs=(rows,),
+    )
+    return outputs
+
+
+def _parallel_fake(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor | None], streams: list[int], max_tokens: int
+) -> list[Tensor]:
+    _check(x, weights, biases)
+    _check_streams(weights, streams)
+    return [x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=weight.dtype) for weight in weights]
+
+
+def _parallel_composed(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor | None], streams: list[int], max_tokens: int
+) -> list[Tensor]:
+    _check(x, weights, biases)
+    _check_streams(weights, streams)
+    return [_linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+
+
+# ---------------------------------------------------------------------------------------------------- packed_linear
+
+
+def _packed(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> Tensor:
+    _check(x, weights, biases)
+    reason = packing.separation(weights)
+    if reason is not None:
+        _check_dtypes(weights)
+    rows = _rows(x).to(weights[0].dtype)
+    if reason is None:
+        product = _multiply(rows, packing.packed_view(weights), _joined(biases, weights))
+    else:
+        packing.record_fallback(reason)
+        sizes = [weight.shape[0] for weight in weights]
+        product = rows.new_empty((rows.shape[0], sum(sizes)))
+        for weight, bias, part in zip(weights, biases, product.split(sizes, dim=1), strict=True):
+            _multiply(rows, weight, bias, part)
+    return product if x.dim() == 2 else product.view(*x.shape[:-1], product.shape[1])
+
+
+def _packed_fake(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> Tensor:
+    _check(x, weights, biases)
+    _check_dtypes(weights)
+    return x.new_empty((*x.shape[:-1], sum(weight.shape[0] for weight in weights)), dtype=weights[0].dtype)
+
+
+def _packed_composed(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> Tensor:
+    _check(x, weights, biases)
+    _check_dtypes(weights)
+    return torch.cat([_linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)], dim=-1)
+
+
+def _joined(biases: list[Tensor | None], weights: list[Tensor]) -> Tensor | None:
+    """One bias for all, with zeros where there is none.
+
+    Added within the product and not to its result, which would round a low-precision sum twice.
+    """
+    if all(bias is None for bias in biases):
+        return None
+    missing = max((weight.shape[0] for weight, bias in zip(weights, biases, strict=True) if bias is None), default=0)
+    zeros = weights[0].new_zeros(missing) if missing else None
+    parts = []
+    for weight, bias in zip(weights, biases, strict=True):
+        if bias is not None:
+            parts.append(bias)
+        elif zeros is not None:
+            parts.append(zeros[: weight.shape[0]])
+    return torch.cat(parts)
+
+
+# ------------------------------------------------------------------------------------------------------------- both
+
+_Layer = tuple[Tensor, Tensor | None, Tensor]
+"""Weight `[M, K]`, bias `[M]` and output `[N, M]` of one layer."""
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _multiply_all(rows: Tensor, layers: Sequence[_Layer]) -> None:
+    casts: dict[torch.dtype, Tensor] = {}
+    for weight, bias, out in layers:
+        if weight.dtype not in casts:
+            casts[weight.dtype] = rows.to(weight.dtype)
+        _multiply(casts[weight.dtype], weight, bias, out)
+
+
+def _multiply(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """`[N, M] = rows[N, K] @ weight[M, K].T + bias[M]`, into `out` if given, which may be columns of a wider matrix."""
+    if bias is None:
+        return torch.mm(rows, weight.t(), out=out)
+    return torch.addmm(bias, rows, weight.t(), out=out)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    rows = torch.nn.functional.linear(_rows(x).to(weight.dtype), weight, bias)
+    return rows.view(*x.shape[:-1], weight.shape[0])
+
+
+def _check(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
+    if len(weights) != len(biases) or not weights:
+        raise RuntimeError(
+            f"A linear layer needs a weight, and a bias or None for it, and there were {len(weights)} weights "
+            f"and {len(biases)} biases."
+        )
+    features = x.shape[-1] if x.dim() > 0 else None
+    for layer, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        shape = weight.shape
+        if len(shape) != 2 or features is None or shape[1] != features:
+            raise RuntimeError(
+                f"Layer {layer} needs x [..., K] and a weight [M, K], and their shapes are {list(x.shape)} "
+                f"and {list(weight.shape)}."
+            )
+        if bias is not None and (bias.dtype != weight.dtype or bias.dim() != 1 or bias.shape[0] != shape[0]):
+            raise RuntimeError(
+                f"The bias of layer {layer} must be [{shape[0]}] in {weight.dtype}, and it is "
+                f"{list(bias.shape)} in {bias.dtype}."
+            )
+
+
+def _check_streams(weights: Sequence[Tensor], streams: Sequence[int]) -> None:
+    if len(streams) != len(weights) or min(streams) < 0:
+        raise RuntimeError(
+            f"Each of the {len(weights)} weights needs a stream of 0 or more, and the streams are {list(streams)}."
+        )
+
+
+def _check_dtypes(weights: Sequence[Tensor]) -> None:
+    dtypes = sorted({str(weight.dtype) for weight in weights})
+    if len(dtypes) > 1:
+        raise RuntimeError(f"Packed linear layers need weights of one dtype, and theirs are {', '.join(dtypes)}.")
+
+
+# ----------------------------------------------------------------------------------------------------- registration
+
+
+def _with_autograd(operator: Any, composed: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel above the real one: where a gradient is asked for it is plain `linear` calls, which have one.
+
+    `torch.library.register_autograd` takes a list in which some biases are `None` for no list of tensors, and their
+    gradients would be lost.
+    """
+
+    def kernel(keys: Any, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], *rest: Any) -> Any:
+        tensors = (x, *weights, *biases)
+        if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+            return composed(x, weights, biases, *rest)
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator.redispatch(keys & torch._C._after_autograd_keyset, x, weights, biases, *rest)
+
+    return kernel
+
+
+for _name, _run, _fake, _composed in (
+    ("parallel_linear", _parallel, _parallel_fake, _parallel_composed),
+    ("packed_linear", _packed, _packed_fake, _packed_composed),
+):
+    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"dsv4::{_name}", _fake, lib=_library)
+    _operator = getattr(torch.ops.dsv4, _name).default
+    _library.impl(_name, _with_autograd(_operator, _composed), "Autograd", with_keyset=True)

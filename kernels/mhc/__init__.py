@@ -1,0 +1,10 @@
+"""Manifold-constrained hyper-connections (mHC): the operators `dsv4::mhc_pre`, `mhc_post` and `mhc_post_pre`.
+
+Importing this package registers them. `reference` holds the formulas in plain PyTorch, `cpp` and `triton` the fast
+families, `families` the choice between them. Nothing here imports Triton before a CUDA tensor asks for it.
+"""
+
+from dsv4_compile.kernels.mhc import operators, reference
+from dsv4_compile.kernels.mhc.families import FAMILIES, WISHES, forget, resolve
+
+__all__ = ["FAMILIES", "WISHES", "forget", "operators", "reference", "resolve"]

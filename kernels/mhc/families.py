@@ -1,0 +1,149 @@
+"""Which kernel family serves a call, and what happens when one cannot.
+
+A family is a module with the three functions of `reference.py` and `refusal(device, n, hidden, dtype)`, a sentence
+saying why it cannot serve such a residual, or None. Families are tried in order, the wished one first, then those that
+suit the device, and `reference` serves everything. What was passed over, and why, is logged once per cause on the
+logger `dsv4_compile.kernels`; it is never an exception.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import threading
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_compile.kernels.mhc import reference
+
+__all__ = ["FAMILIES", "WISHES", "forget", "resolve", "run"]
+
+logger = logging.getLogger("dsv4_compile.kernels")
+
+FAMILIES = ("tilelang", "triton", "cpp", "reference")
+WISHES = ("auto", *FAMILIES)
+BEST = {"cuda": ("triton", "reference"), "cpu": ("cpp", "reference")}
+
+# (wish, device, n, hidden, dtype) decide, so a call looks its family up instead of working it out.
+Key = tuple[str, torch.device, int, int, torch.dtype]
+_chosen: dict[Key, tuple[str, str | None, ModuleType]] = {}
+_failures: dict[tuple[str, str, int, int, torch.dtype], str] = {}
+_warned: set[str] = set()
+_lock = threading.RLock()
+
+
+def resolve(kernel: str, device: torch.device, n: int, hidden: int, dtype: torch.dtype) -> tuple[str, str | None]:
+    """The family that will serve a `[..., n, hidden]` residual of `dtype`, and why it is not the wished one.
+
+    `kernel` is one of `WISHES`; "auto" wishes for the best family of the device. The reason is None when the wish is
+    met. The answer is exact: it imports the family and compiles what can be compiled ahead, and knows of earlier
+    failures. Raises ValueError for another `kernel`.
+    """
+    family, reason, _ = _choice((kernel, device, n, hidden, dtype))
+    return family, reason
+
+
+def _choice(key: Key) -> tuple[str, str | None, ModuleType]:
+    if (choice := _chosen.get(key)) is None:
+        with _lock:
+            family, reason = _choose(key)
+            choice = _chosen[key] = (family, reason, _module(family))
+    return choice
+
+
+def _choose(key: Key) -> tuple[str, str | None]:
+    kernel, device, n, hidden, dtype = key
+    if kernel not in WISHES:
+        raise ValueError(f"mhc has no kernel family {kernel!r}; there are {', '.join(WISHES)}.")
+    best = BEST.get(device.type, ("reference",))
+    order = best if kernel == "auto" else tuple(dict.fromkeys((kernel, *best)))
+    reasons: list[str] = []
+    for family in order:
+        refusal = _failures.get((family, device.type, n, hidden, dtype)) or _refusal(family, device, n, hidden, dtype)
+        if refusal is None:
+            return family, "; ".join(reasons) or None
+        reasons.append(f"{family} cannot serve this call: {refusal}")
+    raise AssertionError("the reference serves every call")
+
+
+def _refusal(family: str, device: torch.device, n: int, hidden: int, dtype: torch.dtype) -> str | None:
+    if family == "reference":
+        return None
+    if family == "tilelang":
+        return f"no TileLang kernel exists yet ({_tilelang()})"
+    try:
+        module = _module(family)
+    except Exception as error:
+        return f"its module could not be imported ({_brief(error)})"
+    return module.refusal(device, n, hidden, dtype)
+
+
+def _module(family: str) -> ModuleType:
+    if family == "reference":
+        return reference
+    return importlib.import_module(f"dsv4_compile.kernels.mhc.{family}")
+
+
+@functools.cache
+def _tilelang() -> str:
+    """Whether the package `tilelang` can be imported, in words."""
+    try:
+        importlib.import_module("tilelang")
+    except Exception as error:
+        return f"the package tilelang cannot be imported either: {_brief(error)}"
+    return "the package tilelang itself can be imported"
+
+
+def _brief(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+
+
+def run(operator: str, kernel: str, residual: Tensor, arguments: tuple[Any, ...], wide: bool = False) -> Any:
+    """Call `operator` (a function name of `reference.py`) with `arguments` in the family chosen for `residual`.
+
+    `wide` says that another tensor or an output makes the arithmetic float64. A family that raises is passed over from
+    then on for residuals of that kind, and the call is served by the next; running out of memory is raised.
+    """
+    n, hidden = residual.shape[-2:]
+    key = (kernel, residual.device, n, hidden, torch.float64 if wide else residual.dtype)
+    while True:
+        family, reason, module = _choice(key)
+        if reason is not None:
+            _warn(reason)
+        try:
+            return getattr(module, operator)(*arguments)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if family == "reference":
+                raise
+            _record(family, key, f"it raised {_brief(error)}")
+
+
+def _record(family: str, key: Key, reason: str) -> None:
+    _, device, n, hidden, dtype = key
+    with _lock:
+        _failures[family, device.type, n, hidden, dtype] = reason
+        _chosen.clear()
+
+
+def forget() -> None:
+    """Try every family again and warn again: after a compiler was installed, and between tests."""
+    with _lock:
+        _chosen.clear()
+        _failures.clear()
+        _warned.clear()
+        _tilelang.cache_clear()
+
+
+def _warn(reason: str) -> None:
+    if reason in _warned:
+        return
+    with _lock:
+        if reason not in _warned:
+            _warned.add(reason)
+            logger.warning("%s. The numbers are the same, the speed is not.", reason)

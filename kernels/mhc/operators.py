@@ -1,0 +1,195 @@
+"""The operators `dsv4::mhc_pre`, `dsv4::mhc_post` and `dsv4::mhc_post_pre`, registered at import.
+
+They are functional: all outputs are fresh, contiguous tensors. Arguments, shapes and formulas are those of the
+functions of the same name in `reference.py`, with one more argument at the end: `kernel`, the wished family
+(`families.WISHES`). `post` and `comb` come out in float64 when the residual they are computed from is float64,
+otherwise in float32. Gradients are those of the reference, recomputed from the inputs.
+
+Wrong shapes or devices raise ValueError; a family that cannot serve a call does not raise, see `families.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_compile.kernels.mhc import families, reference
+
+__all__ = ["NAMES"]
+
+SCHEMAS = {
+    "mhc_pre": """(
+        Tensor residual, Tensor fn, Tensor scale, Tensor base, Tensor? norm_weight,
+        int iters, float rms_eps, float pre_eps, float sinkhorn_eps, float post_mult, float norm_eps,
+        ScalarType out_dtype, str kernel
+    ) -> (Tensor layer_input, Tensor post, Tensor comb)""",
+    "mhc_post": """(
+        Tensor x, Tensor residual, Tensor post, Tensor comb, ScalarType residual_dtype, str kernel
+    ) -> Tensor""",
+    "mhc_post_pre": """(
+        Tensor x, Tensor residual, Tensor post, Tensor comb,
+        Tensor fn, Tensor scale, Tensor base, Tensor? norm_weight,
+        int iters, float rms_eps, float pre_eps, float sinkhorn_eps, float post_mult, float norm_eps,
+        ScalarType residual_dtype, ScalarType out_dtype, str kernel
+    ) -> (Tensor new_residual, Tensor layer_input, Tensor post, Tensor comb)""",
+}
+NAMES = tuple(SCHEMAS)
+
+
+Expected = tuple[str, Tensor | None, tuple[int, ...]]
+
+
+def _require(residual: Tensor, *expected: Expected) -> None:
+    device = residual.device
+    for name, tensor, shape in expected:
+        if tensor is None:
+            continue
+        if tensor.shape != shape:
+            raise ValueError(
+                f"mhc: {name} has shape {tuple(tensor.shape)}; with a residual of shape {tuple(residual.shape)} "
+                f"it must have shape {tuple(shape)}."
+            )
+        if tensor.device != device:
+            raise ValueError(f"mhc: {name} is on {tensor.device} and the residual on {device}; they must be on one.")
+
+
+def _require_streams(residual: Tensor) -> None:
+    if residual.dim() < 2:
+        raise ValueError(f"mhc: the residual must have shape [..., n, D], not {tuple(residual.shape)}.")
+
+
+def _require_pre(residual: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm_weight: Tensor | None) -> None:
+    _require_streams(residual)
+    n, hidden = residual.shape[-2:]
+    logits = (2 + n) * n
+    _require(
+        residual,
+        ("fn", fn, (logits, n * hidden)),
+        ("scale", scale, (3,)),
+        ("base", base, (logits,)),
+        ("norm_weight", norm_weight, (hidden,)),
+    )
+
+
+def _require_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> None:
+    _require_streams(residual)
+    *lead, n, hidden = residual.shape
+    _require(residual, ("x", x, (*lead, hidden)), ("post", post, (*lead, n)), ("comb", comb, (*lead, n, n)))
+
+
+def _mhc_pre(residual: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *rest, kernel = arguments
+    _require_pre(residual, *rest[:4])
+    return families.run("mhc_pre", kernel, residual, (residual, *rest))
+
+
+def _mhc_post(
+    x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, residual_dtype: torch.dtype, kernel: str
+) -> Tensor:
+    _require_post(x, residual, post, comb)
+    return families.run("mhc_post", kernel, residual, (x, residual, post, comb, residual_dtype))
+
+
+def _mhc_post_pre(
+    x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *rest, residual_dtype, out_dtype, kernel = arguments
+    _require_post(x, residual, post, comb)
+    _require_pre(residual, *rest[:4])
+    return families.run(
+        "mhc_post_pre",
+        kernel,
+        residual,
+        (x, residual, post, comb, *rest, residual_dtype, out_dtype),
+        wide=residual_dtype is torch.float64,
+    )
+
+
+def _fake_pre(residual: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *_, out_dtype, _kernel = arguments
+    *lead, n, hidden = residual.shape
+    compute = reference.compute_dtype(residual.dtype)
+    return (
+        residual.new_empty((*lead, hidden), dtype=out_dtype),
+        residual.new_empty((*lead, n), dtype=compute),
+        residual.new_empty((*lead, n, n), dtype=compute),
+    )
+
+
+def _fake_post(x: Tensor, residual: Tensor, *arguments: Any) -> Tensor:
+    *_, residual_dtype, _kernel = arguments
+    return residual.new_empty(residual.shape, dtype=residual_dtype)
+
+
+def _fake_post_pre(x: Tensor, residual: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *_, residual_dtype, out_dtype, kernel = arguments
+    new_residual = _fake_post(x, residual, residual_dtype, kernel)
+    return (new_residual, *_fake_pre(new_residual, out_dtype, kernel))
+
+
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    tensors = [value for value in inputs if value is None or isinstance(value, Tensor)]
+    ctx.save_for_backward(*tensors)
+    ctx.constants = inputs[len(tensors) : -1]
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(function: Callable[..., Any]) -> Callable[..., tuple[Tensor | None, ...]]:
+    """The backward of an operator whose reference is `function`: run that under autograd and differentiate it."""
+
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        again = torch.is_grad_enabled()  # true under create_graph: the gradients must then be differentiable too
+        needed = ctx.needs_input_grad
+        with torch.enable_grad():
+            # Views, so that an input computed from another one does not pass its gradient on to it here.
+            inputs = [
+                value.view_as(value) if value is not None and wanted else value
+                for value, wanted in zip(ctx.saved_tensors, needed, strict=False)
+            ]
+            outputs = function(*inputs, *ctx.constants)
+        outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
+        wanted = [index for index, value in enumerate(inputs) if value is not None and needed[index]]
+        pairs = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if grad is not None]
+        result: list[Tensor | None] = [None] * len(needed)
+        if pairs and wanted:
+            found = torch.autograd.grad(
+                [output for output, _ in pairs],
+                [inputs[index] for index in wanted],
+                [grad for _, grad in pairs],
+                create_graph=again,
+                allow_unused=True,
+            )
+            for index, gradient in zip(wanted, found, strict=True):
+                result[index] = gradient
+        return tuple(result)
+
+    return backward
+
+
+_IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]] = {
+    "mhc_pre": (_mhc_pre, _fake_pre, reference.mhc_pre),
+    "mhc_post": (_mhc_post, _fake_post, reference.mhc_post),
+    "mhc_post_pre": (_mhc_post_pre, _fake_post_pre, reference.mhc_post_pre),
+}
+
+
+def _register() -> torch.library.Library:
+    """Define the operators that are not there yet: a second import of this module finds them all and adds nothing."""
+    library = torch.library.Library("dsv4", "FRAGMENT")
+    for name, schema in SCHEMAS.items():
+        if hasattr(torch.ops.dsv4, name):
+            continue
+        implementation, fake, function = _IMPLEMENTATIONS[name]
+        # flexible_layout: the kernels take any strides, so Inductor need not copy an input into its eager layout.
+        library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
+        library.impl(name, implementation, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"dsv4::{name}", fake, lib=library)
+        torch.library.register_autograd(f"dsv4::{name}", _gradients(function), setup_context=_save_inputs, lib=library)
+    return library
+
+
+# The registrations live as long as this object. Under importlib.reload the first one is kept.
+_LIBRARY: torch.library.Library = globals().get("_LIBRARY") or _register()

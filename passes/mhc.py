@@ -1,0 +1,285 @@
+"""The mHC pass: `hc_post` and the next `hc_pre` (and RMSNorm) become one operator.
+
+    post, comb, x = hc_pre(residual); y = layer(x)
+    residual = hc_post(y, residual, post, comb)          ->   residual, x, post, comb = dsv4.mhc_post_pre(...)
+    post, comb, x = norm(hc_pre(residual))
+
+The first `hc_pre` and the last `hc_post` become `dsv4::mhc_pre` and `dsv4::mhc_post`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Graph, Node
+
+from dsv4_compile.kernels.mhc import families
+from dsv4_compile.passes import mhc_post, mhc_pre
+from dsv4_compile.passes.classes import Carriers, leaving, narrowest, same_shape
+from dsv4_compile.passes.emission import call, cast, item, reshape_rows, transpose
+from dsv4_compile.passes.mhc_post import PostMatch
+from dsv4_compile.passes.mhc_pre import PreMatch
+from dsv4_compile.passes.region import ANALYTIC, Region, packet, shape, undisturbed, value
+from dsv4_compile.passes.sites import MhcSite, Missed, PassResult, module_path
+
+__all__ = ["MhcPass"]
+
+
+@dataclass(frozen=True)
+class _Site:
+    post: PostMatch | None
+    pre: PreMatch | None
+
+
+@dataclass
+class _Outputs:
+    """Nodes that carry `post` and `comb` after the rewrite, by the match that made them."""
+
+    post: Node
+    comb: Node
+    match: PreMatch
+
+
+@dataclass
+class MhcPass:
+    """Replaces mHC arithmetic in a functional ATen graph.
+
+    Args:
+        kernel: value of the option `mhc`: "auto", "tilelang", "triton" or "reference".
+    """
+
+    kernel: str = "auto"
+    name: str = field(default="mhc", init=False)
+
+    def __call__(self, graph: Graph) -> PassResult:
+        order = {node: i for i, node in enumerate(graph.nodes)}
+        with undisturbed():
+            pres, missed = mhc_pre.find(graph, order)
+            posts = mhc_post.find(graph, order, pres)
+        rewrite = _Rewrite(graph, order, self.kernel, pres)
+        for site in _sites(pres, posts, order):
+            rewrite.apply(site)
+        rewrite.clean(pres, posts)
+        missed = [*missed, *rewrite.missed, *_unposted(pres, posts)]
+        return PassResult(
+            mhc=tuple(rewrite.done),
+            missed=tuple(missed),
+            effective=tuple(rewrite.effective),
+            kernel_seconds=rewrite.kernel_seconds,
+        )
+
+    def uuid(self) -> str:
+        return f"{self.name}:{self.kernel}"
+
+
+def _sites(pres: Sequence[PreMatch], posts: Sequence[PostMatch], order: dict[Node, int]) -> list[_Site]:
+    """Pairs each `hc_post` with the `hc_pre` that reads its result, in program order."""
+    free = list(pres)
+    sites = []
+    for post in posts:
+        results = set(post.out.nodes(post.region))
+        pre = next((p for p in free if p.residual in results), None)
+        if pre is not None:
+            free.remove(pre)
+        sites.append((order[post.out.nodes(post.region)[0]], _Site(post, pre)))
+    sites += [(order[p.region.nodes[min(p.post.plain)]], _Site(None, p)) for p in free]
+    return [site for _, site in sorted(sites, key=lambda s: s[0])]
+
+
+def _unposted(pres: Sequence[PreMatch], posts: Sequence[PostMatch]) -> list[Missed]:
+    """Sites whose `post` and `comb` are read by something that is not the formula of `hc_post`."""
+    used = {p.post for p in posts} | {p.comb for p in posts}
+    missed = []
+    for pre in pres:
+        members = set(pre.post.nodes(pre.region)) | set(pre.comb.nodes(pre.region))
+        readers = {u for m in members for u in m.users} - members
+        if members.isdisjoint(used) and any(r.op != "output" for r in readers):
+            why = "post and comb are not used as post * x + comb^T @ residual, so only this hc_pre was replaced"
+            missed.append(Missed("mhc", pre.site, why))
+    return missed
+
+
+class _Rewrite:
+    """Puts the operators into the graph, one site after the other."""
+
+    def __init__(self, graph: Graph, order: dict[Node, int], kernel: str, pres: Sequence[PreMatch]):
+        self.graph, self.order, self.kernel = graph, order, kernel
+        # Decided on the graph as it came: later readers are the rewrite's own.
+        self._normed = {id(pre) for pre in pres if _norm_is_fused(pre)}
+        self.done: list[MhcSite] = []
+        self.missed: list[Missed] = []
+        self.effective: list[tuple[str, str, str]] = []
+        self.kernel_seconds = 0.0
+        self._new: dict[Node, Node] = {}
+        self._weights: list[_Outputs] = []
+
+    def apply(self, site: _Site) -> None:
+        post, pre = site.post, site.pre
+        residual = post.residual if post is not None else pre.residual
+        hidden = post.hidden if post is not None else pre.hidden
+        n = post.n if post is not None else pre.n
+        val = value(residual)
+        start = time.perf_counter()
+        family, reason = families.resolve(self.kernel, val.device, n, hidden, val.dtype)
+        self.kernel_seconds += time.perf_counter() - start
+        if reason is not None:
+            self.effective.append(("mhc", family, reason))
+        if post is None:
+            self._pre(pre, family)
+        else:
+            self._post(post, pre, family)
+        where = pre.site if pre is not None else module_path(post.out.nodes(post.region)[0])
+        c = pre.constants if pre is not None else None
+        eps = {} if c is None else {"rms": c.rms_eps, "pre": c.pre_eps, "sinkhorn": c.sinkhorn_eps}
+        fused = id(pre) in self._normed
+        if fused and c is not None:
+            eps["norm"] = c.norm_eps
+        form = "pre" if post is None else "post" if pre is None else "post_pre"
+        self.done.append(MhcSite(where, form, fused, family, n, hidden, None if c is None else c.iters, eps))
+
+    def _pre(self, pre: PreMatch, family: str) -> None:
+        first = self._first(pre.region, pre.post, pre.comb, pre.collapsed)
+        with self.graph.inserting_before(first):
+            residual = self._now(pre.residual)
+            if pre.flat:
+                residual = reshape_rows(self.graph, residual, (*(shape(pre.residual) or ())[:-1], pre.n, pre.hidden))
+            arguments, out_dtype = self._parameters(pre, first)
+            made = call(
+                self.graph, torch.ops.dsv4.mhc_pre.default, (residual, *arguments, out_dtype, family), like=first
+            )
+            x, post, comb = (item(self.graph, made, i) for i in range(3))
+        self._put(pre, x, post, comb)
+
+    def _post(self, match: PostMatch, pre: PreMatch | None, family: str) -> None:
+        results = match.out.nodes(match.region)
+        exits = leaving(match.region, results) or results[-1:]
+        members = set(results)
+        dtype = max((narrowest(e, members) for e in exits), key=lambda d: torch.finfo(d).bits)
+        first = results[0]
+        with self.graph.inserting_before(first):
+            inputs = self._post_inputs(match)
+            if pre is None:
+                made = call(self.graph, torch.ops.dsv4.mhc_post.default, (*inputs, dtype, family), like=first)
+                residual = made
+            else:
+                arguments, out_dtype = self._parameters(pre, first)
+                target = torch.ops.dsv4.mhc_post_pre.default
+                made = call(self.graph, target, (*inputs, *arguments, dtype, out_dtype, family), like=first)
+                residual, x, post, comb = (item(self.graph, made, i) for i in range(4))
+        self._replace(match.region, match.out, residual)
+        if pre is not None:
+            self._put(pre, x, post, comb)
+
+    def _post_inputs(self, match: PostMatch) -> list[Node]:
+        dims = shape(match.residual) or ()
+        lead = dims[: -1 if match.flat else -2]
+        post, comb, turned = self._now(match.post), self._now(match.comb), match.transposed
+        for made in self._weights:
+            region = made.match.region
+            if match.post in made.match.post.nodes(region):
+                post = self._with_lead(made.post, lead, 1)
+            if match.comb in made.match.comb.nodes(region):
+                comb = self._with_lead(made.comb, lead, 2)
+                turned ^= region.index[match.comb] in made.match.comb.flipped
+        residual = self._now(match.residual)
+        if match.flat:
+            residual = reshape_rows(self.graph, residual, (*dims[:-1], match.n, match.hidden))
+        return [self._now(match.x), residual, post, transpose(self.graph, comb) if turned else comb]
+
+    def _with_lead(self, node: Node, lead: Sequence[int | torch.SymInt], features: int) -> Node:
+        """`node` with the leading axes `lead`: the same rows, counted in another way."""
+        dims = shape(node) or ()
+        want = (*lead, *dims[len(dims) - features :])
+        return node if same_shape(node, want) else reshape_rows(self.graph, node, want)
+
+    def _parameters(self, pre: PreMatch, before: Node) -> tuple[tuple, torch.dtype]:
+        """The operator's arguments from `fn` to `norm_eps`, and the dtype of the layer's input."""
+        fused = id(pre) in self._normed
+        outputs = pre.normed if fused else pre.collapsed
+        members = outputs.nodes(pre.region)
+        exits = leaving(pre.region, members) or members[-1:]
+        dtype = max((narrowest(e, set(members)) for e in exits), key=lambda d: torch.finfo(d).bits)
+        weight = pre.norm_weight if fused else None
+        for leaf in (pre.fn, pre.scale, pre.base, weight):
+            if leaf is not None and leaf.op == "get_attr" and self.order[leaf] > self.order[before]:
+                before.prepend(leaf)
+        fn = transpose(self.graph, pre.fn) if pre.transposed_fn else pre.fn
+        c = pre.constants
+        numbers = (c.iters, c.rms_eps, c.pre_eps, c.sinkhorn_eps, c.post_mult, c.norm_eps)
+        return (fn, *(self._vector(p) for p in (pre.scale, pre.base)), weight, *numbers), dtype
+
+    def _vector(self, leaf: Node) -> Node:
+        return leaf if len(shape(leaf) or ()) == 1 else reshape_rows(self.graph, leaf, (-1,))
+
+    def _put(self, pre: PreMatch, x: Node, post: Node, comb: Node) -> None:
+        self._weights.append(_Outputs(post, comb, pre))
+        self._replace(pre.region, pre.normed if id(pre) in self._normed else pre.collapsed, x)
+        self._replace(pre.region, pre.post, post)
+        self._replace(pre.region, pre.comb, comb)
+
+    def _now(self, node: Node) -> Node:
+        return self._new.get(node, node)
+
+    def _first(self, region: Region, *classes: Carriers) -> Node:
+        return min((c.nodes(region)[0] for c in classes), key=self.order.__getitem__)
+
+    def _replace(self, region: Region, outputs: Carriers, made: Node) -> None:
+        """Gives the readers of a class `made` (moved and cast as they expect it)."""
+        members = outputs.nodes(region)
+        inside = set(members)
+        for leaver in leaving(region, members):
+            target = _nearest_of_shape(leaver, inside, shape(made) or ())
+            if target in self._new:
+                continue
+            flipped = region.index[target] in outputs.flipped
+            with self.graph.inserting_before(target):
+                new = made
+                if not same_shape(target, shape(made) or ()):
+                    new = reshape_rows(self.graph, new, shape(target) or ())
+                if flipped:
+                    new = transpose(self.graph, new)
+                new = cast(self.graph, new, value(target).dtype)
+            target.replace_all_uses_with(new)
+            self._new[target] = new
+
+    def clean(self, pres: Sequence[PreMatch], posts: Sequence[PostMatch]) -> None:
+        """Erases what nothing reads any more, region by region, last node first."""
+        dead = {n for m in (*pres, *posts) for n in m.region.nodes if n.op == "call_function"}
+        for node in sorted(dead, key=self.order.__getitem__, reverse=True):
+            if not node.users and (packet(node) in ANALYTIC or packet(node).__name__ == "getitem"):
+                self.graph.erase_node(node)
+        for node in reversed(list(self.graph.nodes)):
+            if not node.users and node.meta.get("dsv4_helper"):
+                self.graph.erase_node(node)
+
+
+def _nearest_of_shape(node: Node, inside: set[Node], dims: Sequence[int | torch.SymInt]) -> Node:
+    """The node itself or the nearest one above it in its class that already has the operator's shape."""
+    above: Node | None = node
+    while above is not None and not same_shape(above, dims):
+        parent = above.args[0] if above.args else None
+        above = parent if isinstance(parent, Node) and parent in inside else None
+    return above if above is not None else node
+
+
+def _norm_is_fused(pre: PreMatch) -> bool:
+    """The norm goes into the kernel when nothing else reads the row before it."""
+    if not pre.normed or pre.norm_weight is None:
+        return False
+    stop = set(pre.normed.nodes(pre.region))
+    pending, seen = list(pre.collapsed.nodes(pre.region)), set()
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for user in node.users:
+            if user in stop:
+                continue
+            if user not in pre.region.index:
+                return False
+            pending.append(user)
+    return True

@@ -1,0 +1,258 @@
+"""Finds `hc_post` by meaning.
+
+    out[k] = post[k] * x + sum_j comb[j, k] * residual[j]
+
+Anchor: a matrix `comb` `[.., n, n]` that meets `n*D` features, in a product or in a broadcast multiplication; the sum
+that follows names the other operands. The region between them is run in float64 on random inputs against the formula,
+with `comb` as it is and transposed. It does not matter where `post` and `comb` come from: a proved `hc_pre`, a
+near miss that was left alone, or (behind a graph break) a graph input.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from dsv4_compile.kernels.mhc import reference
+from dsv4_compile.passes.axes import TokenAxes, Unsupported
+from dsv4_compile.passes.classes import Carriers, carriers, same_shape
+from dsv4_compile.passes.mhc_pre import PreMatch
+from dsv4_compile.passes.region import (
+    CAST,
+    LAYOUT,
+    VIEW,
+    Region,
+    aten,
+    evaluate,
+    grow,
+    has_leaf_factor,
+    is_cast_up,
+    is_floating,
+    packet,
+    shape,
+)
+
+__all__ = ["PostMatch", "find"]
+
+_STREAMS = range(2, 9)
+_PASSIVE = VIEW | CAST | LAYOUT
+_MOVES = VIEW | {aten.permute, aten.transpose, aten.t, aten.clone, aten.expand}
+_DRAWS = 2
+
+
+@dataclass(frozen=True)
+class PostMatch:
+    """One proved `hc_post`. `transposed` = the author sums over the second index of `comb`."""
+
+    x: Node
+    residual: Node
+    post: Node
+    comb: Node
+    transposed: bool
+    n: int
+    hidden: int
+    region: Region
+    out: Carriers
+
+    @property
+    def flat(self) -> bool:
+        """Whether the model keeps the residual as `[..., n*D]`."""
+        return (shape(self.residual) or ())[-1] == self.n * self.hidden
+
+
+def find(graph: Graph, order: dict[Node, int], pres: Sequence[PreMatch]) -> list[PostMatch]:
+    """All `hc_post` sites of `graph`, in order; `pres` are its proved `hc_pre` sites."""
+    matches: list[PostMatch] = []
+    taken: set[Node] = set()
+    for candidate in itertools.chain(*(_after(pre) for pre in pres), _loose(graph)):
+        if candidate.total is not None and candidate.total in taken:
+            continue
+        match = _match(candidate, order)
+        if match is not None and taken.isdisjoint(match.out.nodes(match.region)):
+            taken.update(match.out.nodes(match.region))
+            matches.append(match)
+    return sorted(matches, key=lambda m: order[m.out.nodes(m.region)[0]])
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """Operands that may belong together; `total` is the sum to be reached when the anchor names one."""
+
+    x: Node
+    residual: Node
+    post: Node
+    comb: Node
+    total: Node | None = None
+
+
+def _after(pre: PreMatch) -> Iterator[_Candidate]:
+    """What reads the `post` and `comb` of a proved `hc_pre`, however the sum is spelled."""
+    nodes = pre.region.nodes
+    post, comb = nodes[min(pre.post.plain)], nodes[min(pre.comb.plain | pre.comb.flipped)]
+    lead = (shape(pre.residual) or ())[: -1 if pre.flat else -2]
+    pending, seen, found = [post], {post}, set()
+    while pending:
+        node = pending.pop(0)
+        for user in node.users:
+            if user in seen or user.op != "call_function":
+                continue
+            seen.add(user)
+            if packet(user) in _PASSIVE:
+                pending.append(user)
+                continue
+            for other in user.all_input_nodes:
+                x = _with_shape(other, (*lead, pre.hidden))
+                if other is not node and x is not None and x not in found:
+                    found.add(x)
+                    yield _Candidate(x, pre.residual, post, comb)
+
+
+def _loose(graph: Graph) -> Iterator[_Candidate]:
+    """Operands around every product or broadcast of a matrix `[.., n, n]` with `[.., n, D]`."""
+    for node in graph.nodes:
+        op = packet(node)
+        if op not in (aten.bmm, aten.baddbmm, aten.mul) or not all(isinstance(a, Node) for a in node.args[-2:]):
+            continue
+        for first, second in (node.args[-2:], node.args[-2:][::-1]):
+            for comb, residual in _pairs(first, second):
+                for total, other in _sums(node):
+                    for post, x in _outer(total, other, shape(residual) or ()):
+                        yield _Candidate(x, residual, post, comb, total)
+
+
+def _pairs(first: Node, second: Node) -> Iterator[tuple[Node, Node]]:
+    """(comb, residual) with equal leading axes among the views above two operands, topmost first."""
+    combs = list(_chain(first))
+    for residual in reversed(list(_chain(second))):
+        dims = shape(residual) or ()
+        if len(dims) < 2 or dims[-2] not in _STREAMS or not isinstance(dims[-1], int) or dims[-1] < 2:
+            continue
+        want = (*dims[:-1], dims[-2])
+        comb = next((c for c in reversed(combs) if same_shape(c, want)), None)
+        if comb is not None and comb is not residual:
+            yield comb, residual
+
+
+def _chain(node: Node) -> Iterator[Node]:
+    """`node` and the floating tensors above it that hold the same values, moved or repeated."""
+    while is_floating(node):
+        yield node
+        if node.op != "call_function" or not (packet(node) in _MOVES or is_cast_up(node)):
+            return
+        node = node.args[0]
+
+
+def _with_shape(node: Node, dims: Sequence[int | torch.SymInt]) -> Node | None:
+    """The topmost of the nodes above `node` with shape `dims`."""
+    found = None
+    for above in _chain(node):
+        if same_shape(above, dims):
+            found = above
+    return found
+
+
+def _sums(mix: Node) -> Iterator[tuple[Node, Node]]:
+    """(sum, the summand that is not the mix), following the mix through reductions, views and casts."""
+    if packet(mix) is aten.baddbmm and isinstance(mix.args[0], Node):
+        yield mix, mix.args[0]
+    pending, seen = [mix], {mix}
+    while pending:
+        node = pending.pop(0)
+        for user in node.users:
+            if user in seen or user.op != "call_function":
+                continue
+            seen.add(user)
+            op = packet(user)
+            if op is aten.add and isinstance(user.args[1], Node):
+                yield user, user.args[1] if user.args[0] is node else user.args[0]
+            elif op is aten.addcmul and user.args[0] is node:
+                yield user, user
+            elif op in _PASSIVE or op in (aten.sum, aten.mean):
+                pending.append(user)
+
+
+def _outer(total: Node, other: Node, dims: Sequence[int | torch.SymInt]) -> Iterator[tuple[Node, Node]]:
+    """(post, x) whose outer product may be `other`, for a residual of shape `dims`."""
+    for product in [total] if other is total else list(_chain(other)):
+        op = packet(product)
+        if op is aten.addcmul:
+            pair = product.args[1:3]
+        elif op in (aten.mul, aten.bmm):
+            pair = product.args[:2]
+        else:
+            continue
+        if not all(isinstance(a, Node) for a in pair):
+            continue
+        for a, b in (pair, pair[::-1]):
+            post, x = _with_shape(a, dims[:-1]), _with_shape(b, (*dims[:-2], dims[-1]))
+            if post is not None and x is not None:
+                yield post, x
+
+
+def _match(candidate: _Candidate, order: dict[Node, int]) -> PostMatch | None:
+    roles = (candidate.x, candidate.residual, candidate.post, candidate.comb)
+    dims = shape(candidate.residual) or ()
+    n = int((shape(candidate.comb) or (0,))[-1])
+    if n == 0 or len(set(roles)) < 4:
+        return None
+    flat = dims[-1] != (shape(candidate.x) or ())[-1]
+    lead = dims[: -1 if flat else -2]
+    axes = TokenAxes(lead)
+    if axes.rows == 0:
+        return None
+    region = grow(sorted(roles, key=order.__getitem__), order, allow=lambda node: not has_leaf_factor(node, roles))
+    found = _prove(region, axes, tuple(region.index[s] for s in roles), n)
+    if found is None:
+        return None
+    out, transposed = found
+    hidden = int((shape(candidate.x) or (0,))[-1])
+    return PostMatch(*roles, transposed, n, hidden, region, out)
+
+
+@functools.lru_cache(maxsize=1024)
+def _proved(signature: str) -> list[tuple[Carriers, bool] | None]:
+    """One-slot memo per signature (filled by `_prove`)."""
+    return []
+
+
+def _prove(region: Region, axes: TokenAxes, roles: tuple[int, ...], n: int) -> tuple[Carriers, bool] | None:
+    memo = _proved(f"{roles} {n}\n{region.signature()}")
+    if not memo:
+        memo.append(_search(region, axes, roles, n))
+    return memo[0]
+
+
+def _search(region: Region, axes: TokenAxes, roles: tuple[int, ...], n: int) -> tuple[Carriers, bool] | None:
+    """Nodes that carry the formula's result on every draw, and the orientation of `comb`."""
+    found: dict[bool, Carriers] = {}
+    hidden = int((shape(region.nodes[roles[0]]) or (0,))[-1])
+    flat = (shape(region.nodes[roles[1]]) or ())[-1] != hidden
+    for seed in range(_DRAWS):
+        generator = torch.Generator().manual_seed(seed + 101)
+
+        def normal(*dims: int, generator: torch.Generator = generator) -> torch.Tensor:
+            return torch.randn(dims, generator=generator, dtype=torch.float64, device="cpu")
+
+        t = axes.rows
+        x, residual, post, comb = normal(t, hidden), normal(t, n, hidden), normal(t, n), normal(t, n, n)
+        given = {}
+        for role, tensor, features in zip(roles, (x, residual, post, comb), (1, 1 if flat else 2, 1, 2), strict=True):
+            node = region.nodes[role]
+            try:
+                given[node] = tensor.reshape(axes.seed_shape(shape(node) or (), features))
+            except (RuntimeError, Unsupported):
+                return None
+        for leaf in region.leaves:
+            given.setdefault(leaf, normal(*(shape(leaf) or ())))
+        env = evaluate(region, axes, given)
+        for transposed in (False, True):
+            mixer = comb.transpose(1, 2) if transposed else comb
+            want = reference.mhc_post(x, residual, post, mixer, residual_dtype=torch.float64).flatten(1)
+            seen = carriers(region, env, want)
+            found[transposed] = seen if seed == 0 else found[transposed] & seen
+    return next(((out, transposed) for transposed, out in found.items() if out), None)

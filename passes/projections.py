@@ -1,0 +1,348 @@
+"""The projections pass: linears that read one activation run together.
+
+        x ──► view ─► mm(W_0)                  x ──► dsv4.packed_linear(x, [W_0, W_1, W_2]) ──► slices
+        ├──► view ─► mm(W_1)         ──►
+        └──► cast ─► mm(W_2)                   or    dsv4.parallel_linear(x, [...], streams=[0, 0, 1])
+
+A linear is a product with a weight that is a graph input (or a view or cast of one). Members of a group are found by
+the activation at the top of their views, permutes and casts; they cannot depend on each other, because all they read
+is that activation and weights. Names play no part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Graph, Node
+
+from dsv4_compile.passes.emission import call, item, reshape_rows
+from dsv4_compile.passes.region import CAST, VIEW, aten, is_cast_up, is_floating, is_leaf, leaf_of, packet, shape, value
+from dsv4_compile.passes.sites import LinearInfo, Missed, PassResult, ProjectionGroup, module_path
+
+__all__ = ["ProjectionsPass"]
+
+# Packing pays while one product does not fill the card by itself (benchmarks/projections: up to a few thousand rows).
+_PACK_MAX_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """One product. `chain` are the nodes from the shared activation down to it, nearest to the activation first."""
+
+    node: Node
+    weight: Node
+    bias: Node | None
+    chain: tuple[Node, ...]
+
+    @property
+    def features(self) -> int:
+        return int((shape(self.node) or (0,))[-1])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return value(self.node).dtype
+
+    @property
+    def owner(self) -> str:
+        """Path of the module that owns the linear."""
+        return module_path(self.node).rpartition(".")[0]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Linears of one activation, in program order."""
+
+    x: Node
+    linears: tuple[_Linear, ...]
+
+    @property
+    def site(self) -> str:
+        """The deepest module that contains all members."""
+        parts = [linear.owner.split(".") for linear in self.linears]
+        common = []
+        for names in zip(*parts, strict=False):
+            if len(set(names)) > 1:
+                break
+            common.append(names[0])
+        return ".".join(common)
+
+
+@dataclass
+class ProjectionsPass:
+    """Runs the linears of one activation together.
+
+    Args:
+        strategy: value of the option `projections`.
+        num_streams: auxiliary streams per device.
+        stream_max_tokens: above this many rows nothing leaves the main stream.
+        pack: whether somebody lays the weights of a packed group side by side afterwards.
+    """
+
+    strategy: str = "auto"
+    num_streams: int = 3
+    stream_max_tokens: int = 1024
+    pack: bool = True
+    name: str = field(default="projections", init=False)
+
+    def __call__(self, graph: Graph) -> PassResult:
+        order = {node: i for i, node in enumerate(graph.nodes)}
+        groups, missed = find(graph)
+        inputs = {node: i for i, node in enumerate(n for n in graph.nodes if n.op == "placeholder")}
+        done, packs = [], []
+        for group in groups:
+            streams = _streams(group, self.num_streams)
+            strategy, reason = self._choose(group)
+            if strategy == "pack":
+                _pack(graph, group, order)
+                packs.append(tuple(inputs[linear.weight] for linear in group.linears))
+            elif strategy in ("streams", "serial") and self.strategy != "auto":
+                _spread(graph, group, order, streams if strategy == "streams" else None, self.stream_max_tokens)
+            elif strategy == "streams":
+                _spread(graph, group, order, streams, self.stream_max_tokens)
+            done.append(_report(group, strategy, reason, streams))
+        return PassResult(projections=tuple(done), missed=tuple(missed), packs=tuple(packs))
+
+    def uuid(self) -> str:
+        return f"{self.name}:{self.strategy}:{self.num_streams}:{self.stream_max_tokens}:{self.pack}"
+
+    def _choose(self, group: _Group) -> tuple[str, str]:
+        """(strategy, reason in words)."""
+        device = value(group.x).device
+        obstacle = _pack_obstacle(group) if self.pack else "the parameters are not at hand in this hook"
+        if self.strategy == "pack":
+            return ("pack", "asked for") if obstacle is None else ("serial", f"cannot be packed: {obstacle}")
+        if self.strategy == "streams":
+            if device.type != "cuda":
+                return "streams", f"asked for; on {device.type} there are no streams, so the branches run in turn"
+            return "streams", f"asked for; up to {self.stream_max_tokens} tokens on side streams"
+        if self.strategy == "serial":
+            return "serial", "asked for"
+        if device.type != "cuda":
+            return "serial", f"on {device.type} one product after the other is as fast, so they stay as they are"
+        tokens = _tokens(group.x)
+        if obstacle is None and (tokens is None or tokens <= _PACK_MAX_TOKENS):
+            return "pack", "one product reads all weights (documented default until the choice is measured)"
+        if self.num_streams and (tokens is None or tokens <= self.stream_max_tokens):
+            return "streams", f"cannot be packed: {obstacle}" if obstacle else "documented default"
+        return "serial", f"{tokens} tokens: each product fills the card by itself"
+
+
+def find(graph: Graph) -> tuple[list[_Group], list[Missed]]:
+    """Groups of two or more linears with one activation, in program order, and lookalikes with their reasons."""
+    by_activation: dict[Node, list[_Linear]] = defaultdict(list)
+    refused: dict[Node, list[tuple[Node, str]]] = defaultdict(list)
+    for node in graph.nodes:
+        parsed = _parse(node)
+        if isinstance(parsed, _Linear):
+            top = parsed.chain[0] if parsed.chain else None
+            x = top.args[0] if top is not None else _operands(node)[1]
+            by_activation[x].append(parsed)
+        elif parsed is not None:
+            x, why = parsed
+            refused[x].append((node, why))
+    missed = [
+        Missed("projections", module_path(node), why)
+        for x, nodes in refused.items()
+        if len(nodes) + len(by_activation.get(x, ())) > 1
+        for node, why in nodes
+    ]
+    groups = [_Group(x, tuple(linears)) for x, linears in by_activation.items() if len(linears) > 1]
+    return groups, missed
+
+
+def _operands(node: Node) -> tuple[Node | None, Node, Node]:
+    """(bias, activation, weight) of a product."""
+    if packet(node) is aten.addmm:
+        return node.args[0], node.args[1], node.args[2]
+    return None, node.args[0], node.args[1]
+
+
+def _parse(node: Node) -> _Linear | tuple[Node, str] | None:
+    """A linear, or (activation, why it is left alone), or None when it is no linear at all."""
+    op = packet(node)
+    if op is aten._scaled_mm:
+        x, _ = _trace(node.args[0], None)
+        return x, "a quantised product (_scaled_mm) keeps its own kernel"
+    if op not in (aten.mm, aten.addmm) or not is_floating(node):
+        return None
+    bias, activation, weight = _operands(node)
+    if leaf_of(activation) is not None and leaf_of(weight) is None:
+        return None
+    inner = int((shape(weight) or (0,))[0])
+    x, chain = _trace(activation, inner)
+    if leaf_of(weight) is None:
+        return (x, "its weight is computed, not a parameter") if weight is not x else None
+    if op is aten.addmm and (node.kwargs or not is_leaf(bias) or len(shape(bias) or ()) != 1):
+        return x, "its bias is scaled or computed"
+    if (
+        any(packet(n) in CAST and not is_cast_up(n) for n in chain[:-1])
+        or value(activation).dtype != value(weight).dtype
+    ):
+        return x, "its input is rounded on the way"
+    return _Linear(node, _stored(weight), bias, tuple(chain))
+
+
+def _stored(weight: Node) -> Node:
+    """The weight as `[out_features, K]`: the node under a final transpose, or the operand itself."""
+    if packet(weight) in (aten.permute, aten.t, aten.transpose):
+        return weight.args[0]
+    return weight
+
+
+def _trace(node: Node, inner: int | None) -> tuple[Node, list[Node]]:
+    """The activation at the top of views, permutes and casts that keep the last axis (of size `inner`)."""
+    chain: list[Node] = []
+    while node.op == "call_function" and node.args and isinstance(node.args[0], Node):
+        op, parent = packet(node), node.args[0]
+        keeps = inner is None or ((shape(parent) or (None,))[-1] == inner == (shape(node) or (None,))[-1])
+        turns = op is aten.permute and node.args[1][-1] in (len(node.args[1]) - 1, -1)
+        if not (keeps and is_floating(parent) and (op in VIEW | CAST or turns)):
+            break
+        chain.insert(0, node)
+        node = parent
+    return node, chain
+
+
+def _tokens(x: Node) -> int | None:
+    """Rows of the activation, or None when symbolic."""
+    lead = (shape(x) or ())[:-1]
+    return math.prod(lead) if all(isinstance(d, int) for d in lead) else None
+
+
+def _pack_obstacle(group: _Group) -> str | None:
+    weights = [linear.weight for linear in group.linears]
+    if any(w.op != "placeholder" for w in weights):
+        return "a weight is cast, stored transposed or a part of another tensor"
+    if any(packet(_operands(linear.node)[2]) not in (aten.permute, aten.t, aten.transpose) for linear in group.linears):
+        return "a weight is stored transposed"
+    if len(set(weights)) < len(weights):
+        return "two of them share one weight"
+    if len({value(w).dtype for w in weights}) > 1:
+        return "their dtypes differ"
+    if any(not value(w).is_contiguous() for w in weights):
+        return "a weight is not contiguous"
+    return None
+
+
+def _streams(group: _Group, count: int) -> list[int]:
+    """Stream of each linear: 0 for those that stay on the main stream.
+
+    Linears of one owner belong together (their results meet soonest). The owner of the heaviest linear, the earlier
+    one of equals, stays on the main stream; the others go to the auxiliary streams, heaviest first, each to the
+    stream with least work.
+    """
+    owners = [linear.owner for linear in group.linears]
+    if len(set(owners)) == 1:
+        owners = [str(i) for i in range(len(owners))]
+    weight = [linear.features for linear in group.linears]
+    main = owners[max(range(len(weight)), key=lambda i: (weight[i], -i))]
+    total: dict[str, int] = defaultdict(int)
+    for owner, features in zip(owners, weight, strict=True):
+        total[owner] += features
+    load = [0] * count
+    slot = {main: 0}
+    for owner in sorted((o for o in total if o != main), key=lambda o: -total[o]):
+        if not count:
+            slot[owner] = 0
+            continue
+        least = load.index(min(load))
+        load[least] += total[owner]
+        slot[owner] = least + 1
+    return [slot[owner] for owner in owners]
+
+
+def _spread(graph: Graph, group: _Group, order: dict[Node, int], streams: list[int] | None, max_tokens: int) -> None:
+    first = _insertion_point(group, order)
+    with graph.inserting_before(first):
+        weights = [_as_weight(graph, linear) for linear in group.linears]
+        biases = [linear.bias for linear in group.linears]
+        slots = streams if streams is not None else [0] * len(weights)
+        target = torch.ops.dsv4.parallel_linear.default
+        made = call(graph, target, (group.x, weights, biases, slots, max_tokens), like=first)
+        outputs = [item(graph, made, i) for i in range(len(weights))]
+    _replace(graph, group, outputs)
+
+
+def _pack(graph: Graph, group: _Group, order: dict[Node, int]) -> None:
+    first = _insertion_point(group, order)
+    with graph.inserting_before(first):
+        weights = [linear.weight for linear in group.linears]
+        biases = [linear.bias for linear in group.linears]
+        made = call(graph, torch.ops.dsv4.packed_linear.default, (group.x, weights, biases), like=first)
+        outputs, start = [], 0
+        for linear in group.linears:
+            stop = start + linear.features
+            outputs.append(call(graph, aten.slice.Tensor, (made, -1, start, stop), like=linear.node))
+            start = stop
+    _replace(graph, group, outputs)
+
+
+def _insertion_point(group: _Group, order: dict[Node, int]) -> Node:
+    """The first member, or a later place where every weight has been made (casts and views of parameters)."""
+    first = min((linear.node for linear in group.linears), key=order.__getitem__)
+    for linear in group.linears:
+        for needed in _weight_nodes(linear):
+            if needed.op != "placeholder" and order[needed] > order[first]:
+                first.prepend(needed)
+    return first
+
+
+def _weight_nodes(linear: _Linear) -> Iterator[Node]:
+    """The chain from the parameter to the weight operand, top first, and the bias."""
+    chain = []
+    node = _operands(linear.node)[2]
+    while node.op == "call_function":
+        chain.insert(0, node)
+        node = node.all_input_nodes[0]
+    yield node
+    yield from chain
+    if linear.bias is not None:
+        yield linear.bias
+
+
+def _as_weight(graph: Graph, linear: _Linear) -> Node:
+    operand = _operands(linear.node)[2]
+    if linear.weight is not operand:
+        return linear.weight
+    return call(graph, aten.permute.default, (operand, [1, 0]))
+
+
+def _replace(graph: Graph, group: _Group, outputs: Sequence[Node]) -> None:
+    for linear, output in zip(group.linears, outputs, strict=True):
+        with graph.inserting_before(linear.node):
+            new = _along_chain(graph, linear, output)
+        linear.node.replace_all_uses_with(new)
+        graph.erase_node(linear.node)
+        for node in reversed(linear.chain):
+            if not node.users:
+                graph.erase_node(node)
+
+
+def _along_chain(graph: Graph, linear: _Linear, output: Node) -> Node:
+    """Gives the result the rows the member had: its own views and permutes, with its features as the last axis."""
+    if not any(packet(n) is aten.permute for n in linear.chain):
+        return reshape_rows(graph, output, shape(linear.node) or ())
+    for node in linear.chain:
+        if packet(node) is aten.permute:
+            output = call(graph, aten.permute.default, (output, node.args[1]))
+        elif packet(node) in VIEW:
+            output = reshape_rows(graph, output, (*(shape(node) or ())[:-1], linear.features))
+    return output
+
+
+def _report(group: _Group, strategy: str, reason: str, streams: list[int]) -> ProjectionGroup:
+    site = group.site
+    infos = tuple(
+        LinearInfo(
+            module_path(linear.node).removeprefix(site + ".") or linear.node.name,
+            linear.features,
+            str(linear.dtype).removeprefix("torch."),
+            stream if strategy == "streams" else 0,
+        )
+        for linear, stream in zip(group.linears, streams, strict=True)
+    )
+    return ProjectionGroup(site, group.x.name, infos, strategy, reason)

@@ -1,0 +1,89 @@
+"""What a pass found: frozen records that travel from the passes to the compile report."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+__all__ = ["LinearInfo", "MhcSite", "Missed", "PassResult", "ProjectionGroup", "module_path", "source_line"]
+
+
+@dataclass(frozen=True)
+class LinearInfo:
+    """One linear of a group. `stream` is 0 for the main stream, 1.. for an auxiliary one."""
+
+    name: str
+    out_features: int
+    dtype: str
+    stream: int = 0
+
+
+@dataclass(frozen=True)
+class ProjectionGroup:
+    """Linears that read one activation, and how they run."""
+
+    site: str
+    input: str
+    linears: tuple[LinearInfo, ...]
+    strategy: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class MhcSite:
+    """One replaced piece of mHC arithmetic. `kernel` is the family that runs it."""
+
+    site: str
+    form: Literal["pre", "post", "post_pre"]
+    norm_fused: bool
+    kernel: str
+    streams: int
+    hidden: int
+    iters: int | None = None
+    eps: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Missed:
+    """A place that looked like a site and was left alone, and the first thing that stopped it."""
+
+    kind: Literal["mhc", "projections"]
+    site: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """What one pass did to one graph."""
+
+    mhc: tuple[MhcSite, ...] = ()
+    projections: tuple[ProjectionGroup, ...] = ()
+    missed: tuple[Missed, ...] = ()
+    effective: tuple[tuple[str, str, str], ...] = ()
+    """(option, value, reason) where something else runs than was asked for."""
+    packs: tuple[tuple[int, ...], ...] = ()
+    """Positions of the graph inputs that are to lie one behind the other in memory."""
+    kernel_seconds: float = 0.0
+    """Time spent on importing and compiling a kernel family, within the pass."""
+
+
+def module_path(node: torch.fx.Node) -> str:
+    """Module path of `node` as the model's owner writes it (`model.layers.3.self_attn`), empty when unknown."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = list(stack.values())[-1][0]
+    path = re.sub(r"^L\[['\"](\w+)['\"]\]", r"\1", path)
+    path = re.sub(r"\._modules\[['\"]([^'\"]+)['\"]\]", r".\1", path)
+    path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
+    return path.removeprefix("self.") if path != "self" else ""
+
+
+def source_line(node: torch.fx.Node) -> str:
+    """`file.py:123` of the user's code that made `node`, empty when unknown."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    return f"{frames[-1][0].rsplit('/', 1)[-1]}:{frames[-1][1]}" if frames else ""

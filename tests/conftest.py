@@ -1,0 +1,24 @@
+"""What every test gets: a skip where it needs an absent CUDA device, and a `torch.compile` that has seen nothing."""
+
+import pytest
+import torch
+import torch._dynamo
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> None:
+    """Each test compiles for itself and draws the same random numbers, alone or after others.
+
+    Inductor's cache on disk stays: its keys hold what matters, and to fill it anew would cost minutes.
+    """
+    torch._dynamo.reset()
+    torch.manual_seed(0)
