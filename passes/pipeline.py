@@ -160,11 +160,12 @@ class GraphPasses:
         except Exception as error:
             if self.strict:
                 raise PassError(f"The pass {graph_pass.name} failed: {error}") from error
-            logger.warning("The pass %s was skipped: %s: %s", graph_pass.name, type(error).__name__, error)
+            brief = f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
+            logger.warning("The pass %s was skipped: %s", graph_pass.name, brief)
             logger.debug("The pass %s failed", graph_pass.name, exc_info=True)
             _restore(graph, before)
             kind = "mhc" if graph_pass.name == "mhc" else "projections"
-            return PassResult(missed=(Missed(kind, "", f"the pass failed and was skipped: {error}"),))
+            return PassResult(missed=(Missed(kind, "", f"the pass failed and was skipped: {brief}"),))
 
 
 def _is_symbolic(node: Node) -> bool:
@@ -183,7 +184,7 @@ def _snapshot(graph: Graph) -> tuple[Graph, Any, dict[str, Any]]:
     copy = Graph()
     seen: dict[Node, Node] = {}
     result = copy.graph_copy(graph, seen)
-    last = next(reversed(graph.nodes))
+    last = next(iter(reversed(graph.nodes)))
     return copy, result, dict(last.meta)
 
 
@@ -196,4 +197,4 @@ def _restore(graph: Graph, snapshot: tuple[Graph, Any, dict[str, Any]]) -> None:
     seen: dict[Node, Node] = {}
     graph.graph_copy(copy, seen)
     graph.output(torch.fx.node.map_arg(result, lambda n: seen[n]))
-    next(reversed(graph.nodes)).meta.update(meta)
+    next(iter(reversed(graph.nodes))).meta.update(meta)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.fx import Graph, Node
@@ -93,16 +93,18 @@ class ProjectionsPass:
         groups, missed = find(graph)
         inputs = {node: i for i, node in enumerate(n for n in graph.nodes if n.op == "placeholder")}
         done, packs = [], []
+        moved: dict[Node, Node] = {}
         for group in groups:
             streams = _streams(group, self.num_streams)
             strategy, reason = self._choose(group)
+            # The activation may itself have been the result of a linear of an earlier group.
+            group = replace(group, x=moved.get(group.x, group.x))
             if strategy == "pack":
-                _pack(graph, group, order)
+                moved |= _pack(graph, group, order)
                 packs.append(tuple(inputs[linear.weight] for linear in group.linears))
-            elif strategy in ("streams", "serial") and self.strategy != "auto":
-                _spread(graph, group, order, streams if strategy == "streams" else None, self.stream_max_tokens)
-            elif strategy == "streams":
-                _spread(graph, group, order, streams, self.stream_max_tokens)
+            elif strategy == "streams" or self.strategy != "auto":
+                slots = streams if strategy == "streams" else [0] * len(streams)
+                moved |= _spread(graph, group, order, slots, self.stream_max_tokens)
             done.append(_report(group, strategy, reason, streams))
         return PassResult(projections=tuple(done), missed=tuple(missed), packs=tuple(packs))
 
@@ -170,12 +172,10 @@ def _parse(node: Node) -> _Linear | tuple[Node, str] | None:
     if op not in (aten.mm, aten.addmm) or not is_floating(node):
         return None
     bias, activation, weight = _operands(node)
-    if leaf_of(activation) is not None and leaf_of(weight) is None:
-        return None
     inner = int((shape(weight) or (0,))[0])
     x, chain = _trace(activation, inner)
     if leaf_of(weight) is None:
-        return (x, "its weight is computed, not a parameter") if weight is not x else None
+        return (x, "its weight is computed, not a parameter") if _from_parameters(weight) else None
     if op is aten.addmm and (node.kwargs or not is_leaf(bias) or len(shape(bias) or ()) != 1):
         return x, "its bias is scaled or computed"
     if (
@@ -184,6 +184,13 @@ def _parse(node: Node) -> _Linear | tuple[Node, str] | None:
     ):
         return x, "its input is rounded on the way"
     return _Linear(node, _stored(weight), bias, tuple(chain))
+
+
+def _from_parameters(node: Node, depth: int = 8) -> bool:
+    """Whether `node` is made of graph inputs of static shape only (a weight that is dequantised, say)."""
+    if node.op in ("placeholder", "get_attr"):
+        return all(isinstance(d, int) for d in shape(node) or (None,))
+    return depth > 0 and all(_from_parameters(p, depth - 1) for p in node.all_input_nodes)
 
 
 def _stored(weight: Node) -> Node:
@@ -200,7 +207,7 @@ def _trace(node: Node, inner: int | None) -> tuple[Node, list[Node]]:
         op, parent = packet(node), node.args[0]
         keeps = inner is None or ((shape(parent) or (None,))[-1] == inner == (shape(node) or (None,))[-1])
         turns = op is aten.permute and node.args[1][-1] in (len(node.args[1]) - 1, -1)
-        if not (keeps and is_floating(parent) and (op in VIEW | CAST or turns)):
+        if not (keeps and is_floating(parent) and (op in VIEW | CAST or turns or op is aten.clone)):
             break
         chain.insert(0, node)
         node = parent
@@ -255,19 +262,22 @@ def _streams(group: _Group, count: int) -> list[int]:
     return [slot[owner] for owner in owners]
 
 
-def _spread(graph: Graph, group: _Group, order: dict[Node, int], streams: list[int] | None, max_tokens: int) -> None:
+def _spread(
+    graph: Graph, group: _Group, order: dict[Node, int], streams: list[int], max_tokens: int
+) -> dict[Node, Node]:
+    """Emits one `parallel_linear`; returns what stands for each product now."""
     first = _insertion_point(group, order)
     with graph.inserting_before(first):
         weights = [_as_weight(graph, linear) for linear in group.linears]
         biases = [linear.bias for linear in group.linears]
-        slots = streams if streams is not None else [0] * len(weights)
         target = torch.ops.dsv4.parallel_linear.default
-        made = call(graph, target, (group.x, weights, biases, slots, max_tokens), like=first)
+        made = call(graph, target, (group.x, weights, biases, streams, max_tokens), like=first)
         outputs = [item(graph, made, i) for i in range(len(weights))]
-    _replace(graph, group, outputs)
+    return _replace(graph, group, outputs)
 
 
-def _pack(graph: Graph, group: _Group, order: dict[Node, int]) -> None:
+def _pack(graph: Graph, group: _Group, order: dict[Node, int]) -> dict[Node, Node]:
+    """Emits one `packed_linear`; returns what stands for each product now."""
     first = _insertion_point(group, order)
     with graph.inserting_before(first):
         weights = [linear.weight for linear in group.linears]
@@ -278,7 +288,7 @@ def _pack(graph: Graph, group: _Group, order: dict[Node, int]) -> None:
             stop = start + linear.features
             outputs.append(call(graph, aten.slice.Tensor, (made, -1, start, stop), like=linear.node))
             start = stop
-    _replace(graph, group, outputs)
+    return _replace(graph, group, outputs)
 
 
 def _insertion_point(group: _Group, order: dict[Node, int]) -> Node:
@@ -311,15 +321,18 @@ def _as_weight(graph: Graph, linear: _Linear) -> Node:
     return call(graph, aten.permute.default, (operand, [1, 0]))
 
 
-def _replace(graph: Graph, group: _Group, outputs: Sequence[Node]) -> None:
+def _replace(graph: Graph, group: _Group, outputs: Sequence[Node]) -> dict[Node, Node]:
+    moved = {}
     for linear, output in zip(group.linears, outputs, strict=True):
         with graph.inserting_before(linear.node):
             new = _along_chain(graph, linear, output)
         linear.node.replace_all_uses_with(new)
+        moved[linear.node] = new
         graph.erase_node(linear.node)
         for node in reversed(linear.chain):
             if not node.users:
                 graph.erase_node(node)
+    return moved
 
 
 def _along_chain(graph: Graph, linear: _Linear, output: Node) -> Node:

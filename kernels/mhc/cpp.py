@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -93,17 +94,18 @@ def _streams(tensor: Tensor) -> Tensor:
     return _dense(tensor, tensor.dtype if tensor.dtype in NATIVE else torch.float32)
 
 
-def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+@functools.lru_cache(maxsize=4096)
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A contiguous tensor on the CPU, in float32 where the library cannot write `dtype`."""
     if dtype not in NATIVE:
         dtype = torch.float32
     if _empty_strided_cpu is None:
         return torch.empty(shape, dtype=dtype)
-    strides, stride = [], 1
-    for size in reversed(shape):
-        strides.append(stride)
-        stride *= size
-    return _empty_strided_cpu(tuple(shape), tuple(reversed(strides)), dtype)
+    return _empty_strided_cpu(shape, _strides(shape), dtype)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -183,7 +185,7 @@ def mhc_pre(
 def mhc_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, residual_dtype: torch.dtype) -> Tensor:
     """`reference.mhc_post`; output contiguous."""
     residual = _streams(residual)
-    new_residual = _empty(residual.shape, residual_dtype)
+    new_residual = _empty(tuple(residual.shape), residual_dtype)
     _call(residual, (_streams(x), _dense(post), _dense(comb), new_residual), None)
     return _cast(new_residual, residual_dtype)
 
@@ -214,7 +216,7 @@ def mhc_post_pre(
         return new_residual, *mhc_pre(new_residual, fn, scale, base, norm_weight, iters, *constants, out_dtype)
     residual = _streams(residual)
     *lead, n, hidden = residual.shape
-    new_residual = _empty(residual.shape, residual_dtype)
+    new_residual = _empty(tuple(residual.shape), residual_dtype)
     layer_input = _empty((*lead, hidden), out_dtype)
     new_post = _empty((*lead, n), torch.float32)
     new_comb = _empty((*lead, n, n), torch.float32)

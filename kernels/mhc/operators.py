@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4_compile.kernels.mhc import families, reference
+from dsv4_compile.kernels.mhc import families, gradients, reference
 
 __all__ = ["NAMES"]
 
@@ -43,7 +43,7 @@ Expected = tuple[str, Tensor | None, tuple[int, ...]]
 
 
 def _require(residual: Tensor, *expected: Expected) -> None:
-    device = residual.device
+    device, on_cpu = residual.device, residual.is_cpu  # the flag is read in a fraction of the time of the device
     for name, tensor, shape in expected:
         if tensor is None:
             continue
@@ -52,7 +52,7 @@ def _require(residual: Tensor, *expected: Expected) -> None:
                 f"mhc: {name} has shape {tuple(tensor.shape)}; with a residual of shape {tuple(residual.shape)} "
                 f"it must have shape {tuple(shape)}."
             )
-        if tensor.device != device:
+        if tensor.is_cpu != on_cpu or not (on_cpu or tensor.device == device):
             raise ValueError(f"mhc: {name} is on {tensor.device} and the residual on {device}; they must be on one.")
 
 
@@ -130,45 +130,6 @@ def _fake_post_pre(x: Tensor, residual: Tensor, *arguments: Any) -> tuple[Tensor
     return (new_residual, *_fake_pre(new_residual, out_dtype, kernel))
 
 
-def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    tensors = [value for value in inputs if value is None or isinstance(value, Tensor)]
-    ctx.save_for_backward(*tensors)
-    ctx.constants = inputs[len(tensors) : -1]
-    ctx.set_materialize_grads(False)
-
-
-def _gradients(function: Callable[..., Any]) -> Callable[..., tuple[Tensor | None, ...]]:
-    """The backward of an operator whose reference is `function`: run that under autograd and differentiate it."""
-
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        again = torch.is_grad_enabled()  # true under create_graph: the gradients must then be differentiable too
-        needed = ctx.needs_input_grad
-        with torch.enable_grad():
-            # Views, so that an input computed from another one does not pass its gradient on to it here.
-            inputs = [
-                value.view_as(value) if value is not None and wanted else value
-                for value, wanted in zip(ctx.saved_tensors, needed, strict=False)
-            ]
-            outputs = function(*inputs, *ctx.constants)
-        outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
-        wanted = [index for index, value in enumerate(inputs) if value is not None and needed[index]]
-        pairs = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if grad is not None]
-        result: list[Tensor | None] = [None] * len(needed)
-        if pairs and wanted:
-            found = torch.autograd.grad(
-                [output for output, _ in pairs],
-                [inputs[index] for index in wanted],
-                [grad for _, grad in pairs],
-                create_graph=again,
-                allow_unused=True,
-            )
-            for index, gradient in zip(wanted, found, strict=True):
-                result[index] = gradient
-        return tuple(result)
-
-    return backward
-
-
 _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]] = {
     "mhc_pre": (_mhc_pre, _fake_pre, reference.mhc_pre),
     "mhc_post": (_mhc_post, _fake_post, reference.mhc_post),
@@ -187,7 +148,8 @@ def _register() -> torch.library.Library:
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
         library.impl(name, implementation, "CompositeExplicitAutograd")
         torch.library.register_fake(f"dsv4::{name}", fake, lib=library)
-        torch.library.register_autograd(f"dsv4::{name}", _gradients(function), setup_context=_save_inputs, lib=library)
+        recompute = gradients.kernel(getattr(torch.ops.dsv4, name).default, implementation, function)
+        library.impl(name, recompute, "Autograd", with_keyset=True)
     return library
 
 

@@ -1,0 +1,429 @@
+"""A whole DeepSeek-V4: eager, Inductor and this backend, in time, launches, compile time and numbers.
+
+    PYTHONPATH=. python benchmarks/model.py --rows decode-1,prefill-64 --columns eager,inductor,dsv4
+    PYTHONPATH=. python benchmarks/model.py --merge a.json b.json --json benchmarks/results/model-h100.json
+    PYTHONPATH=. python benchmarks/model.py --tiny --rows decode-1 --columns inductor,dsv4   # on a CPU: does it run
+
+The model is `DeepseekV4ForCausalLM` of `transformers` with random weights: Flash's widths, four layers (sliding, CSA,
+HCA, CSA), 32 experts as grouped products, bfloat16, the hyper-connections' parameters in float32. What is measured:
+
+- `compile_s`: the first call, which compiles and runs. Every row of every column starts with `torch._dynamo.reset()`, a
+  new `torch.compile` and an empty folder for Inductor's and Triton's caches; Dynamo and Inductor have run once before. What a
+  process keeps in memory is not reset: the mHC kernels are compiled with the first `dsv4` row of a process.
+- `ms`: median over calls that each begin and end with an idle device, by the host's clock, after warm-up calls. It
+  includes what the host does, as a serving loop without overlap would.
+- `kernels`: CUDA kernels of one call, counted by torch.profiler; copies and memsets are not counted.
+- `max_diff`: largest absolute difference of the logits of the last position to eager; `error`: norm of the difference
+  to a float32 run of the same weights on the same inputs, over the norm of that run (experts in a loop, TF32 off). In
+  bfloat16 a router can choose other experts than in float32; that is part of the error, eager's too.
+
+A decode row is one step after 1021 tokens. The step changes Hugging Face's cache, so before each call, outside of the
+measured time, the cache is set back to the state after the prompt: every call does the same work. At 1021 no window of
+the compressors closes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import json
+import os
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One piece of work: a decode step of `batch` sequences after `context` tokens, or a prefill of `tokens`."""
+
+    batch: int
+    tokens: int
+    context: int = 0
+
+
+@dataclass(frozen=True)
+class Column:
+    """One way to run it: arguments of `torch.compile`, or none of them for eager."""
+
+    backend: str | None = None
+    mode: str | None = None
+
+
+@dataclass
+class Cell:
+    """What was measured for one row and column; None where it could not be."""
+
+    ms: float
+    compile_s: float | None = None
+    kernels: int | None = None
+    max_diff: float | None = None
+    error: float | None = None
+    replaced: str = ""
+
+
+ROWS = {
+    "decode-1": Row(1, 1, 1021),
+    "decode-32": Row(32, 1, 1021),
+    "prefill-64": Row(1, 64),
+    "prefill-1024": Row(1, 1024),
+}
+TINY_ROWS = {
+    "decode-1": Row(1, 1, 141),
+    "decode-32": Row(4, 1, 141),
+    "prefill-64": Row(1, 64),
+    "prefill-1024": Row(1, 160),
+}
+COLUMNS = {
+    "eager": Column(),
+    "inductor": Column("inductor"),
+    "inductor-ro": Column("inductor", "reduce-overhead"),
+    "dsv4": Column("dsv4"),
+    "dsv4-ro": Column("dsv4", "reduce-overhead"),
+}
+METHOD = (
+    "host clock around single calls with an idle device before and after, median of {calls} after {warmup} warm-ups; "
+    "cache set back before each call, untimed; compile = first call with empty Inductor and Triton caches; "
+    "kernels counted by torch.profiler; error = |logits - float32 logits| / |float32 logits| at the last position"
+)
+
+
+# ------------------------------------------------------------------------------------------------- the work of a row
+
+
+class CacheState:
+    """The state of a Hugging Face cache, to be put back as often as wanted.
+
+    The layers of this model's cache never write into a tensor: each update makes a new one and stores it in the layer
+    or in one of its dicts. So the state is a set of references and of counters.
+    """
+
+    def __init__(self, cache: Any):
+        self.cache = cache
+        self._saved = [{name: _shallow(value) for name, value in vars(layer).items()} for layer in cache.layers]
+        self._versions = [(tensor, tensor._version) for tensor in self.tensors()]
+
+    def tensors(self) -> list[Tensor]:
+        values = [v for saved in self._saved for v in saved.values()]
+        nested = [w for v in values if isinstance(v, dict) for w in v.values()]
+        return [v for v in (*values, *nested) if isinstance(v, Tensor)]
+
+    def restore(self) -> None:
+        """Puts the references and counters back.
+
+        Raises:
+            RuntimeError: a saved tensor has been written in place, so the state is lost.
+        """
+        if any(tensor._version != version for tensor, version in self._versions):
+            raise RuntimeError("The cache was written in place: this way of setting it back does not hold here.")
+        for layer, saved in zip(self.cache.layers, self._saved, strict=True):
+            for name, value in saved.items():
+                if isinstance(value, dict):
+                    getattr(layer, name).update(value)
+                else:
+                    setattr(layer, name, value)
+
+    def in_float32(self) -> CacheState:
+        """A copy of the cache with its floating-point tensors in float32."""
+        self.restore()
+        other = copy.deepcopy(self.cache)
+        for layer in other.layers:
+            for name, value in list(vars(layer).items()):
+                if isinstance(value, dict):
+                    value.update({key: _float32(item) for key, item in value.items()})
+                elif name != "values":
+                    setattr(layer, name, torch.float32 if isinstance(value, torch.dtype) else _float32(value))
+            layer.values = layer.keys  # one tensor under two names, as in the original
+        return CacheState(other)
+
+
+def _shallow(value: Any) -> Any:
+    return dict(value) if isinstance(value, dict) else value
+
+
+def _float32(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+@dataclass(frozen=True)
+class Work:
+    """Inputs of a row. `state` is None for a prefill, which uses no cache."""
+
+    ids: Tensor
+    state: CacheState | None
+
+    def prepare(self) -> None:
+        """What happens before a call and is not measured."""
+        if self.state is not None:
+            self.state.restore()
+        torch.compiler.cudagraph_mark_step_begin()
+
+    def call(self, model: Callable[..., Any]) -> Tensor:
+        """Logits `[B, 1, V]` of the last position."""
+        if self.state is None:
+            return model(input_ids=self.ids, use_cache=False, logits_to_keep=1).logits
+        return model(input_ids=self.ids, past_key_values=self.state.cache, use_cache=True, logits_to_keep=1).logits
+
+
+def make_work(model: Any, row: Row) -> Work:
+    from transformers import DynamicCache
+
+    generator = torch.Generator().manual_seed(1)
+    shape = (row.batch, row.context + row.tokens)
+    ids = torch.randint(0, model.config.vocab_size, shape, generator=generator).to(model.device)
+    if not row.context:
+        return Work(ids, None)
+    cache = DynamicCache(config=model.config)
+    model(input_ids=ids[:, : row.context], past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return Work(ids[:, row.context :].contiguous(), CacheState(cache))
+
+
+# ------------------------------------------------------------------------------------------------------- measurement
+
+
+def synchronise() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def seconds_of(work: Work, model: Callable[..., Any]) -> float:
+    work.prepare()
+    synchronise()
+    start = time.perf_counter()
+    work.call(model)
+    synchronise()
+    return time.perf_counter() - start
+
+
+def logits_of(work: Work, model: Callable[..., Any]) -> Tensor:
+    """A copy, because a CUDA graph overwrites its outputs."""
+    work.prepare()
+    return work.call(model).float().clone()
+
+
+def count_kernels(work: Work, model: Callable[..., Any]) -> int | None:
+    if not torch.cuda.is_available():
+        return None
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    work.prepare()
+    synchronise()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        work.call(model)
+        synchronise()
+    names = [event.name for event in profiler.events() if event.device_type is DeviceType.CUDA]
+    return sum(not name.lower().startswith(("memcpy", "memset")) for name in names)
+
+
+def float32_logits(model: Any, work: Work) -> Tensor:
+    wide = copy.deepcopy(model).float()
+    wide.set_experts_implementation("eager")
+    return logits_of(Work(work.ids, None if work.state is None else work.state.in_float32()), wide)
+
+
+def measure(model: Any, work: Work, column: Column, eager: Tensor, exact: Tensor, calls: int, warmup: int) -> Cell:
+    from torch._inductor.utils import fresh_cache
+
+    torch._dynamo.reset()
+    run = model if column.backend is None else torch.compile(model, backend=column.backend, mode=column.mode)
+    with nullcontext() if column.backend is None else fresh_cache():
+        first = seconds_of(work, run)
+        for _ in range(warmup):
+            seconds_of(work, run)
+        cell = Cell(1e3 * statistics.median(seconds_of(work, run) for _ in range(calls)))
+        logits = logits_of(work, run)
+        cell.kernels = count_kernels(work, run)
+    cell.error = float((logits - exact).norm() / exact.norm())
+    if column.backend is not None:
+        cell.compile_s = first
+        cell.max_diff = float((logits - eager).abs().max())
+    if column.backend == "dsv4":
+        cell.replaced = _replaced()
+        _unpack(model)
+    return cell
+
+
+def _replaced() -> str:
+    import dsv4_compile
+
+    report = dsv4_compile.report()
+    sites = sum(len(graph.mhc) for graph in report.graphs)
+    groups = [group.strategy for graph in report.graphs for group in graph.projections]
+    strategies = ", ".join(f"{groups.count(name)} {name}" for name in sorted(set(groups)))
+    missed = sum(len(graph.missed) for graph in report.graphs)
+    return f"{len(report.graphs)} graph(s), {sites} mHC sites, projections: {strategies or 'none'}; {missed} missed"
+
+
+def _unpack(model: Any) -> None:
+    """Each weight in a storage of its own again, so that the next column finds the model as it was."""
+    from dsv4_compile.kernels.linear import packing
+
+    torch._dynamo.reset()
+    packing.unpack(list(model.parameters()))
+
+
+# ------------------------------------------------------------------------------------------------------------ results
+
+
+def environment() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    import dsv4_compile
+
+    found = {"card": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU", "torch": torch.__version__}
+    for package in ("triton", "transformers"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "absent"
+    return {**found, "dsv4_compile": dsv4_compile.__version__}
+
+
+def slug(card: str) -> str:
+    """`h100` of "NVIDIA H100 80GB HBM3"."""
+    known = re.search(r"\b([ABHL]\d{2,3}S?|RTX \w+ ?\d+)\b", card)
+    return re.sub(r"\W+", "-", (known.group(1) if known else card).lower())
+
+
+def show(result: dict[str, Any]) -> None:
+    """The table of times and numbers, with rich where it is installed."""
+    headings = ("work", "way", "compile s", "ms", "CUDA kernels", "largest difference to eager", "error to float32")
+    lines = [(row, name, *_cells(cell)) for row, cells in result["rows"].items() for name, cell in cells.items()]
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        print("| " + " | ".join(headings) + " |\n|" + "---|" * len(headings))
+        print("\n".join("| " + " | ".join(line) + " |" for line in lines))
+        return
+    table = Table(title=", ".join(f"{key} {value}" for key, value in result["environment"].items()))
+    for i, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if i < 2 else "right")
+    for line in lines:
+        table.add_row(*line)
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+
+
+def _cells(cell: dict[str, Any]) -> list[str]:
+    formats = (("compile_s", ".1f"), ("ms", ".2f"), ("kernels", "d"), ("max_diff", ".2g"), ("error", ".2e"))
+    return ["" if cell[name] is None else format(cell[name], form) for name, form in formats]
+
+
+def merge(paths: list[Path]) -> dict[str, Any]:
+    """Results of several runs as one; of a cell measured twice the later file counts.
+
+    Raises:
+        SystemExit: the files come from different cards, versions or settings.
+    """
+    results = [json.loads(path.read_text()) for path in paths]
+    for path, result in zip(paths, results, strict=True):
+        for key in ("environment", "method", "model"):
+            if result[key] != results[0][key]:
+                raise SystemExit(f"{path} and {paths[0]} are apart in {key}: {result[key]} and {results[0][key]}.")
+    found: dict[str, dict[str, Any]] = {row: {} for row in ROWS}
+    for result in results:
+        for row, cells in result["rows"].items():
+            found[row].update(cells)
+    rows = {row: {name: cells[name] for name in COLUMNS if name in cells} for row, cells in found.items() if cells}
+    return {**results[0], "rows": rows}
+
+
+def write(result: dict[str, Any], path: Path | None) -> None:
+    if path is None and "OUT" in os.environ:
+        path = Path(os.environ["OUT"]) / f"model-{slug(result['environment']['card'])}.json"
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"written to {path}", flush=True)
+
+
+# -------------------------------------------------------------------------------------------------------------- running
+
+
+def chosen(text: str | None, among: dict[str, Any]) -> list[str]:
+    names = list(among) if text is None else text.split(",")
+    for name in names:
+        if name not in among:
+            raise SystemExit(f"There is no {name!r}; there are {', '.join(among)}.")
+    return names
+
+
+def start(model: Any) -> None:
+    """What Dynamo and Inductor do once in a process is not to be the first column's compile time."""
+    ids = torch.ones(1, 16, dtype=torch.long, device=model.device)
+    torch.compile(model, backend="eager")(input_ids=ids, use_cache=False)
+    torch.compile(lambda x: x.sin() + 1)(ids.float())
+
+
+def measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
+    from random_model import FLASH, TINY, random_model
+
+    from dsv4_compile.backend import dsv4
+
+    if "dsv4" not in torch._dynamo.list_backends():  # a checkout that is not installed
+        torch._dynamo.register_backend(dsv4, name="dsv4")
+    rows = TINY_ROWS if arguments.tiny else ROWS
+    device = "cuda" if torch.cuda.is_available() and not arguments.tiny else "cpu"
+    if device == "cpu" and not arguments.tiny:
+        raise SystemExit("There is no CUDA device; --tiny runs a small model on the CPU.")
+    layers = ("sliding", "csa") if arguments.tiny else ("sliding", "csa", "hca", "csa")
+    dtype = torch.float32 if arguments.tiny else torch.bfloat16
+    torch.set_float32_matmul_precision("highest")
+    torch._dynamo.config.recompile_limit = 64
+    model = random_model(TINY if arguments.tiny else FLASH, layers, device, dtype)
+    start(model)
+    result: dict[str, Any] = {
+        "environment": environment(),
+        "method": METHOD.format(calls=arguments.calls, warmup=arguments.warmup),
+        "model": f"{'tiny' if arguments.tiny else 'Flash widths'}, {len(layers)} layers ({', '.join(layers)}), {dtype}",
+        "rows": {},
+    }
+    for row in chosen(arguments.rows, rows):
+        work = make_work(model, rows[row])
+        eager, exact = logits_of(work, model), float32_logits(model, work)
+        cells = result["rows"][row] = {}
+        for name in chosen(arguments.columns, COLUMNS):
+            began = time.perf_counter()
+            cell = measure(model, work, COLUMNS[name], eager, exact, arguments.calls, arguments.warmup)
+            cells[name] = dataclasses.asdict(cell)
+            text = f"{row:13} {name:12} {cell.ms:8.2f} ms   ({time.perf_counter() - began:.0f} s) {cell.replaced}"
+            print(text, flush=True)
+            write(result, arguments.json)  # a run that is cut off has not been for nothing
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", help=f"comma-separated, of {', '.join(ROWS)}; all when left out")
+    parser.add_argument("--columns", help=f"comma-separated, of {', '.join(COLUMNS)}; all when left out")
+    parser.add_argument("--calls", type=int, default=30, help="calls that are timed")
+    parser.add_argument("--warmup", type=int, default=5, help="calls before them; CUDA graphs need three")
+    parser.add_argument("--json", type=Path, help="file for the results; $OUT/model-<card>.json when OUT is set")
+    parser.add_argument("--merge", type=Path, nargs="+", help="measure nothing, put these files together")
+    parser.add_argument("--tiny", action="store_true", help="a small model on the CPU, to see whether this runs")
+    arguments = parser.parse_args()
+    if arguments.merge:
+        result = merge(arguments.merge)
+        write(result, arguments.json)
+    else:
+        with torch.no_grad():
+            result = measure_all(arguments)
+    show(result)
+
+
+if __name__ == "__main__":
+    main()

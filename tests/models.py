@@ -1,0 +1,83 @@
+"""Models small enough to be compiled in a test: DeepSeek-V4 with real layers and random weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+__all__ = ["CSA", "HCA", "SLIDING", "deepseek"]
+
+SLIDING = "sliding_attention"
+CSA = "compressed_sparse_attention"
+HCA = "heavily_compressed_attention"
+
+VOCABULARY = 128
+
+
+def deepseek(
+    layers: tuple[str, ...] = (SLIDING, CSA, HCA),
+    *,
+    hidden: int = 32,
+    rates: tuple[int, int] = (4, 8),
+    window: int = 8,
+    iters: int = 4,
+    hash_layers: int = 1,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> nn.Module:
+    """transformers' `DeepseekV4ForCausalLM`, untouched but for its size, ready for `torch.compile`.
+
+    Every parameter that transformers initialises to zeros or ones, and the table of the hash router, gets random values:
+    otherwise a wrong index or a lost term would not show.
+
+    Args:
+        layers: attention type of each layer.
+        hidden: width of the residual streams.
+        rates: tokens in one compressed entry, of CSA and of HCA.
+        window: tokens in the sliding window.
+        iters: Sinkhorn iterations; few make few nodes.
+        hash_layers: how many of the first layers route by the table, the others by top-k.
+    """
+    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+
+    torch.manual_seed(seed)
+    config = DeepseekV4Config(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        moe_intermediate_size=16,
+        num_hidden_layers=len(layers),
+        num_attention_heads=4,
+        head_dim=16,
+        q_lora_rank=24,
+        num_experts_per_tok=2,
+        n_routed_experts=4,
+        max_position_embeddings=512,
+        layer_types=list(layers),
+        mlp_layer_types=["hash_moe" if i < hash_layers else "moe" for i in range(len(layers))],
+        compress_rates={CSA: rates[0], HCA: rates[1]},
+        sliding_window=window,
+        o_groups=2,
+        o_lora_rank=8,
+        index_n_heads=2,
+        index_head_dim=8,
+        index_topk=2,
+        partial_rotary_factor=0.25,
+        hc_sinkhorn_iters=iters,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    model = DeepseekV4ForCausalLM(config).eval()
+    model.set_experts_implementation("grouped_mm")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+            else:
+                parameter.normal_(0, parameter.shape[-1] ** -0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("tid2eid"):
+                rows = [torch.randperm(config.n_routed_experts)[: config.num_experts_per_tok] for _ in buffer]
+                buffer.copy_(torch.stack(rows))
+            elif name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.1)
+    return model.to(dtype)

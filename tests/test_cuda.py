@@ -1,0 +1,127 @@
+"""End to end on a CUDA device: the real model, Triton kernels, packed and parallel projections, CUDA graphs."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dsv4_compile
+from dsv4_compile.kernels import streams
+from dsv4_compile.kernels.linear import packing
+from tests.models import deepseek
+from tests.spellings import SPELLINGS, Stack
+
+pytestmark = pytest.mark.gpu
+
+
+def logits(model: nn.Module, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model(ids, use_cache=False).logits
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+@pytest.mark.parametrize("projections", ["auto", "pack", "streams", "serial", "off"])
+def test_real_model_equals_eager(projections):
+    model = deepseek(hidden=64).cuda()
+    ids = torch.randint(0, model.config.vocab_size, (2, 40), device="cuda")
+    expected = logits(model, ids)
+    compiled = torch.compile(model, backend="dsv4", options={"projections": projections})
+    out = logits(compiled, ids)
+    assert distance(out, expected) < 1e-5
+    graph = dsv4_compile.report().graphs[-1]
+    assert {site.kernel for site in graph.mhc} == {"triton"}
+    assert len(graph.mhc) == 2 * model.config.num_hidden_layers + 1
+    if projections == "auto":
+        assert {group.strategy for group in graph.projections} == {"pack"}
+        assert packing.fallbacks() == []
+
+
+def test_low_precision_is_as_close_to_float64_as_inductor():
+    """Top-k choices flip in low precision, so the comparison is over the whole batch and in the norm."""
+    model = deepseek(hidden=64).cuda()
+    ids = torch.randint(0, model.config.vocab_size, (4, 40), device="cuda")
+    low = copy.deepcopy(model).bfloat16()
+    oracle = logits(low.float(), ids)
+    low = copy.deepcopy(model).bfloat16()
+    ours = distance(logits(torch.compile(low, backend="dsv4"), ids), oracle)
+    torch._dynamo.reset()
+    inductor = distance(logits(torch.compile(low), ids), oracle)
+    assert ours <= inductor * 1.1
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_spellings_with_triton(name):
+    module = Stack(*SPELLINGS[name], hidden=512, layers=3, dtype=torch.bfloat16).cuda()
+    for tokens in (1, 16, 17, 300):
+        x = torch.randn(1, tokens, 4, 512, device="cuda", dtype=torch.bfloat16)
+        with torch.no_grad():
+            eager = module(x)
+            wide = copy.deepcopy(module).float()
+            oracle = wide(x.float())
+            out = torch.compile(module, backend="dsv4", dynamic=False)(x)
+        assert [s.form for s in dsv4_compile.report().graphs[-1].mhc] == ["pre", "post_pre", "post_pre", "post"]
+        assert distance(out, oracle) <= distance(eager, oracle) * 1.05
+
+
+def test_reduce_overhead_replays_are_right():
+    model = deepseek(hidden=64).cuda()
+    compiled = torch.compile(model, backend="dsv4", mode="reduce-overhead")
+    kept = []
+    for seed in range(6):
+        torch.manual_seed(seed)
+        ids = torch.randint(0, model.config.vocab_size, (1, 24), device="cuda")
+        out = logits(compiled, ids).clone()
+        kept.append((out, logits(model, ids)))
+    for out, expected in kept:
+        assert distance(out, expected) < 1e-5
+
+
+@pytest.mark.parametrize("strategy", ["pack", "streams"])
+def test_other_current_stream(strategy):
+    model = deepseek(hidden=64).cuda()
+    ids = torch.randint(0, model.config.vocab_size, (1, 24), device="cuda")
+    expected = logits(model, ids)
+    compiled = torch.compile(model, backend="dsv4", options={"projections": strategy, "compiler": "eager"})
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        outs = [logits(compiled, ids) for _ in range(20)]
+    torch.cuda.current_stream().wait_stream(side)
+    assert all(distance(out, expected) < 1e-5 for out in outs)
+
+
+def test_streams_are_shared_by_every_model_in_the_process():
+    for _ in range(2):
+        torch._dynamo.reset()
+        model = deepseek(hidden=64).cuda()
+        ids = torch.randint(0, model.config.vocab_size, (1, 24), device="cuda")
+        compiled = torch.compile(model, backend="dsv4", options={"projections": "streams", "compiler": "eager"})
+        logits(compiled, ids)
+    assert streams.stream_count(torch.device("cuda")) <= 3
+
+
+def test_memory_does_not_grow_by_the_packed_copy():
+    model = deepseek(hidden=512).cuda().bfloat16()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    ids = torch.randint(0, 128, (1, 24), device="cuda")
+    compiled = torch.compile(model, backend="dsv4", options={"projections": "pack", "compiler": "eager"})
+    logits(compiled, ids)
+    torch._dynamo.reset()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_allocated() <= before * 1.02 + (1 << 20)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_model_on_the_second_device():
+    model = deepseek(hidden=64).to("cuda:1")
+    ids = torch.randint(0, model.config.vocab_size, (1, 24), device="cuda:1")
+    expected = logits(model, ids)
+    assert distance(logits(torch.compile(model, backend="dsv4"), ids), expected) < 1e-5

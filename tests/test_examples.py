@@ -1,0 +1,61 @@
+"""Each example runs as its docstring says, and prints what it is there to show."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(script: str, *arguments: str) -> str:
+    """What a script prints."""
+    command = [sys.executable, str(ROOT / script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, cwd=ROOT)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_a_model_in_the_style_of_deepseek_is_recognised() -> None:
+    out = run("examples/deepseek_style.py")
+    assert out.count("  mhc pre+norm at layers.0") == 1
+    assert out.count("  mhc post+pre+norm at ") == 3
+    assert out.count("  mhc post at ") == 1
+    assert re.search(r"projections at layers.0.attn: \w+ \[wq_a:64, wkv:32\]", out)
+    assert re.search(r"projections at layers.1.ffn: \w+ \[w1:256, w3:256\]", out)
+    assert "missed" not in out
+    difference = re.search(r"largest difference to eager: (\S+) of", out)
+    assert difference and float(difference[1]) < 1e-5
+
+
+def test_the_report_names_the_site_that_is_not_the_formula_and_where_it_is_written() -> None:
+    out = run("examples/read_report.py")
+    assert "replaced  layers.0   mhc pre" in out
+    assert "replaced  layers.0   mhc post_pre" in out
+    assert "together  layers.1.attn wq_a, wkv" in out
+    assert re.search(r"missed    layers.1   mhc: .*clamp.*read_report.py:\d+", out)
+    assert re.search(r"StrictError: Graph \S+ mhc at layers.1 was left alone: .*clamp", out)
+
+
+def test_generate_of_a_compiled_hugging_face_model_gives_the_tokens_of_eager() -> None:
+    pytest.importorskip("transformers")
+    out = run("examples/huggingface.py")
+    assert "The same tokens as eager." in out
+    assert "The same names in the state_dict." in out
+    assert re.search(r"graph 0/0: 1 mhc pre, 1 mhc post_pre, 1 mhc post; [1-9] groups of projections", out)
+
+
+@pytest.mark.slow
+def test_the_demo_compares_the_backend_with_eager_and_stock_inductor() -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("rich")
+    out = run("examples/demo.py", "--quick")
+    cells = r"\s*│\s*([\d.]+)\s*│\s*([\d.]+)\s*│\s*(\S+)\s*│\s*(\S+)\s*│"
+    for way in ("stock Inductor", 'backend="dsv4"'):
+        row = re.search(re.escape(way) + cells, out)
+        assert row, out
+        assert float(row[3]) < 1e-3
+    assert "mhc post+pre+norm at model.layers.0" in out
+    assert "  the same tokens" in out
