@@ -8,8 +8,8 @@ The model is `DeepseekV4ForCausalLM` of `transformers` with random weights: Flas
 HCA, CSA), 32 experts as grouped products, bfloat16, the hyper-connections' parameters in float32. What is measured:
 
 - `compile_s`: the first call, which compiles and runs. Every row of every column starts with `torch._dynamo.reset()`, a
-  new `torch.compile` and an empty folder for Inductor's and Triton's caches; Dynamo and Inductor have run once before. What a
-  process keeps in memory is not reset: the mHC kernels are compiled with the first `dsv4` row of a process.
+  new `torch.compile` and an empty folder for Inductor's and Triton's caches; Dynamo and Inductor have run once before.
+  What a process keeps in memory is not reset: the mHC kernels are compiled with the first `dsv4` row of a process.
 - `ms`: median over calls that each begin and end with an idle device, by the host's clock, after warm-up calls. It
   includes what the host does, as a serving loop without overlap would.
 - `kernels`: CUDA kernels of one call, counted by torch.profiler; copies and memsets are not counted.
@@ -224,8 +224,10 @@ def count_kernels(work: Work, model: Callable[..., Any]) -> int | None:
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         work.call(model)
         synchronise()
-    names = [event.name for event in profiler.events() if event.device_type is DeviceType.CUDA]
-    return sum(not name.lower().startswith(("memcpy", "memset")) for name in names)
+    events = [event for event in profiler.events() if event.device_type is DeviceType.CUDA]
+    # Regions that somebody named are shown on the device as well.
+    kernels = [event.name for event in events if not getattr(event, "is_user_annotation", False)]
+    return sum(not name.lower().startswith(("memcpy", "memset")) for name in kernels)
 
 
 def float32_logits(model: Any, work: Work) -> Tensor:

@@ -101,7 +101,7 @@ def graph_passes(options: Options, graph_id: str | None = None) -> GraphPasses:
 def _compile(
     gm: GraphModule, inputs: Sequence[Any], options: Options, patches: dict[str, Any], graph: GraphReport
 ) -> Callable[..., Any]:
-    passes = graph_passes(options, graph.id)
+    passes: GraphPasses | None = graph_passes(options, graph.id)
     if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
         graph.notes.append(f"compiled without replacements: {_GRADIENTS}")
         logger.warning("Graph %s is compiled without replacements: %s.", graph.id, _GRADIENTS)
@@ -113,7 +113,7 @@ def _compile(
     return _inductor(gm, inputs, patches)
 
 
-def _inductor(gm: GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> Callable[..., Any]:
+def _inductor(gm: GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> Any:
     from torch._inductor.compile_fx import compile_fx
 
     return compile_fx(gm, inputs, config_patches=patches or None)
@@ -121,8 +121,8 @@ def _inductor(gm: GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -
 
 def _eager(gm: GraphModule, inputs: Sequence[Any], passes: GraphPasses | None) -> Callable[..., Any]:
     """The rewritten graph, run node by node."""
-    from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._inductor.decomposition import select_decomp_table
 
     def plain(module: GraphModule, _: Sequence[Any]) -> Any:

@@ -48,7 +48,7 @@ def _describe(x: Any) -> str:
 
 
 def _folder() -> Path:
-    from torch._inductor.runtime.runtime_utils import cache_dir
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return Path(cache_dir()) / "dsv4"
 

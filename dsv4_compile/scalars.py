@@ -1,8 +1,8 @@
 """Python floats of the model under `dynamic=True`.
 
 There Dynamo makes every float it meets a graph input, the epsilons of the model among them, and a formula with unknown
-constants cannot be recognised. The floats that come from a module's attributes are made constants again, with a guard on
-their value: the same restart of the analysis that Dynamo uses itself for floats it cannot pass on.
+constants cannot be recognised. The floats that come from a module's attributes are made constants again, with a guard
+on their value: the same restart of the analysis that Dynamo uses itself for floats it cannot pass on.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def fix_module_floats(gm: GraphModule) -> None:
 
 
 def _mixes(example: Any) -> bool:
-    return isinstance(example, torch.Tensor) and is_mixing_shape(tuple(example.shape))
+    return isinstance(example, torch.Tensor) and is_mixing_shape(tuple(example.shape)) is not None
 
 
 def _float_name(node: torch.fx.Node) -> str | None:

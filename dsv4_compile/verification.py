@@ -1,4 +1,4 @@
-"""`verify=N`: the first calls are compared with the uncompiled graph, and the compiled one is dropped when they differ."""
+"""`verify=N`: the first calls are compared with the uncompiled graph; a compiled graph that differs is dropped."""
 
 from __future__ import annotations
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
@@ -20,7 +22,8 @@ def call(graph: Graph, target: Any, args: tuple[Any, ...], like: Node | None = N
     node = graph.call_function(target, args)
     fake = map_arg(args, value)
     tensors = [a for a in _flatten(fake) if isinstance(a, torch.Tensor)]
-    with tensors[0].fake_mode, torch.no_grad():
+    mode = tensors[0].fake_mode if isinstance(tensors[0], FakeTensor) else nullcontext()
+    with mode, torch.no_grad():
         node.meta["val"] = target(*fake)
     source = like if like is not None else next(iter(node.all_input_nodes))
     for key in ("nn_module_stack", "stack_trace", "seq_nr"):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch.fx import Graph, Node
@@ -26,12 +27,6 @@ from dsv4_compile.passes.region import ANALYTIC, Region, packet, shape, undistur
 from dsv4_compile.passes.sites import MhcSite, Missed, PassResult, module_path
 
 __all__ = ["MhcPass"]
-
-
-@dataclass(frozen=True)
-class _Site:
-    post: PostMatch | None
-    pre: PreMatch | None
 
 
 @dataclass
@@ -60,8 +55,8 @@ class MhcPass:
             pres, missed = mhc_pre.find(graph, order)
             posts = mhc_post.find(graph, order, pres)
         rewrite = _Rewrite(graph, order, self.kernel, pres)
-        for site in _sites(pres, posts, order):
-            rewrite.apply(site)
+        for post, pre in _sites(pres, posts, order):
+            rewrite.apply(post, pre)
         rewrite.clean(pres, posts)
         missed = [*missed, *rewrite.missed, *_unposted(pres, posts)]
         return PassResult(
@@ -75,17 +70,19 @@ class MhcPass:
         return f"{self.name}:{self.kernel}"
 
 
-def _sites(pres: Sequence[PreMatch], posts: Sequence[PostMatch], order: dict[Node, int]) -> list[_Site]:
+def _sites(
+    pres: Sequence[PreMatch], posts: Sequence[PostMatch], order: dict[Node, int]
+) -> list[tuple[PostMatch | None, PreMatch | None]]:
     """Pairs each `hc_post` with the `hc_pre` that reads its result, in program order."""
     free = list(pres)
-    sites = []
+    sites: list[tuple[int, tuple[PostMatch | None, PreMatch | None]]] = []
     for post in posts:
         results = set(post.out.nodes(post.region))
         pre = next((p for p in free if p.residual in results), None)
         if pre is not None:
             free.remove(pre)
-        sites.append((order[post.out.nodes(post.region)[0]], _Site(post, pre)))
-    sites += [(order[p.region.nodes[min(p.post.plain)]], _Site(None, p)) for p in free]
+        sites.append((order[post.out.nodes(post.region)[0]], (post, pre)))
+    sites += [(order[p.region.nodes[min(p.post.plain)]], (None, p)) for p in free]
     return [site for _, site in sorted(sites, key=lambda s: s[0])]
 
 
@@ -116,29 +113,35 @@ class _Rewrite:
         self._new: dict[Node, Node] = {}
         self._weights: list[_Outputs] = []
 
-    def apply(self, site: _Site) -> None:
-        post, pre = site.post, site.pre
-        residual = post.residual if post is not None else pre.residual
-        hidden = post.hidden if post is not None else pre.hidden
-        n = post.n if post is not None else pre.n
-        val = value(residual)
+    def apply(self, post: PostMatch | None, pre: PreMatch | None) -> None:
+        """Rewrites one site: `hc_post`, `hc_pre`, or the one followed by the other."""
+        match = post if post is not None else pre
+        assert match is not None
+        family = self._family(match)
+        if post is not None:
+            self._post(post, pre, family)
+        elif pre is not None:
+            self._pre(pre, family)
+        self.done.append(self._site(post, pre, family))
+
+    def _family(self, match: PostMatch | PreMatch) -> str:
         start = time.perf_counter()
-        family, reason = families.resolve(self.kernel, val.device, n, hidden, val.dtype)
+        val = value(match.residual)
+        family, reason = families.resolve(self.kernel, val.device, match.n, match.hidden, val.dtype)
         self.kernel_seconds += time.perf_counter() - start
         if reason is not None:
             self.effective.append(("mhc", family, reason))
-        if post is None:
-            self._pre(pre, family)
-        else:
-            self._post(post, pre, family)
-        where = pre.site if pre is not None else module_path(post.out.nodes(post.region)[0])
-        c = pre.constants if pre is not None else None
-        eps = {} if c is None else {"rms": c.rms_eps, "pre": c.pre_eps, "sinkhorn": c.sinkhorn_eps}
-        fused = id(pre) in self._normed
-        if fused and c is not None:
-            eps["norm"] = c.norm_eps
-        form = "pre" if post is None else "post" if pre is None else "post_pre"
-        self.done.append(MhcSite(where, form, fused, family, n, hidden, None if c is None else c.iters, eps))
+        return family
+
+    def _site(self, post: PostMatch | None, pre: PreMatch | None, family: str) -> MhcSite:
+        if pre is None:
+            assert post is not None
+            where = module_path(post.out.nodes(post.region)[0])
+            return MhcSite(where, "post", False, family, post.n, post.hidden)
+        c, fused = pre.constants, id(pre) in self._normed
+        eps = {"rms": c.rms_eps, "pre": c.pre_eps, "sinkhorn": c.sinkhorn_eps} | ({"norm": c.norm_eps} if fused else {})
+        form: Literal["pre", "post_pre"] = "pre" if post is None else "post_pre"
+        return MhcSite(pre.site, form, fused, family, pre.n, pre.hidden, c.iters, eps)
 
     def _pre(self, pre: PreMatch, family: str) -> None:
         first = self._first(pre.region, pre.post, pre.comb, pre.collapsed)
@@ -195,7 +198,7 @@ class _Rewrite:
         want = (*lead, *dims[len(dims) - features :])
         return node if same_shape(node, want) else reshape_rows(self.graph, node, want)
 
-    def _parameters(self, pre: PreMatch, before: Node) -> tuple[tuple, torch.dtype]:
+    def _parameters(self, pre: PreMatch, before: Node) -> tuple[tuple[Any, ...], torch.dtype]:
         """The operator's arguments from `fn` to `norm_eps`, and the dtype of the layer's input."""
         fused = id(pre) in self._normed
         outputs = pre.normed if fused else pre.collapsed
@@ -247,7 +250,8 @@ class _Rewrite:
 
     def clean(self, pres: Sequence[PreMatch], posts: Sequence[PostMatch]) -> None:
         """Erases what nothing reads any more, region by region, last node first."""
-        dead = {n for m in (*pres, *posts) for n in m.region.nodes if n.op == "call_function"}
+        regions = [*(p.region for p in pres), *(p.region for p in posts)]
+        dead = {n for region in regions for n in region.nodes if n.op == "call_function"}
         for node in sorted(dead, key=self.order.__getitem__, reverse=True):
             if not node.users and (packet(node) in ANALYTIC or packet(node).__name__ == "getitem"):
                 self.graph.erase_node(node)

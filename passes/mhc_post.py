@@ -23,6 +23,7 @@ from dsv4_compile.passes.axes import TokenAxes, Unsupported
 from dsv4_compile.passes.classes import Carriers, carriers, same_shape
 from dsv4_compile.passes.mhc_pre import PreMatch
 from dsv4_compile.passes.region import (
+    ANALYTIC,
     CAST,
     LAYOUT,
     VIEW,
@@ -102,7 +103,7 @@ def _after(pre: PreMatch) -> Iterator[_Candidate]:
             if user in seen or user.op != "call_function":
                 continue
             seen.add(user)
-            if packet(user) in _PASSIVE:
+            if packet(user) in ANALYTIC and len(user.all_input_nodes) == 1:
                 pending.append(user)
                 continue
             for other in user.all_input_nodes:
@@ -221,7 +222,7 @@ def _proved(signature: str) -> list[tuple[Carriers, bool] | None]:
 
 
 def _prove(region: Region, axes: TokenAxes, roles: tuple[int, ...], n: int) -> tuple[Carriers, bool] | None:
-    memo = _proved(f"{roles} {n}\n{region.signature()}")
+    memo = _proved(f"{roles} {n} {region.digest()}")
     if not memo:
         memo.append(_search(region, axes, roles, n))
     return memo[0]
@@ -248,7 +249,7 @@ def _search(region: Region, axes: TokenAxes, roles: tuple[int, ...], n: int) -> 
             except (RuntimeError, Unsupported):
                 return None
         for leaf in region.leaves:
-            given.setdefault(leaf, normal(*(shape(leaf) or ())))
+            given.setdefault(leaf, normal(*axes.real(shape(leaf) or ())))
         env = evaluate(region, axes, given)
         for transposed in (False, True):
             mixer = comb.transpose(1, 2) if transposed else comb

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -108,7 +109,8 @@ class PreMatch:
 
 def find(graph: Graph, order: dict[Node, int]) -> tuple[list[PreMatch], list[Missed]]:
     """All `hc_pre` sites of `graph`, and the places that looked like one."""
-    matches, missed = [], []
+    matches: list[PreMatch] = []
+    missed: list[Missed] = []
     for fn, n, hidden, turned in _anchors(graph):
         for product in _products(fn):
             if any(m.fn is fn and product in m.region.index for m in matches):
@@ -226,7 +228,7 @@ def _proved(signature: str) -> list[_Proof | str]:
 
 
 def _prove(region: Region, axes: TokenAxes, fn: int, n: int, hidden: int, turned: bool) -> _Proof | str:
-    memo = _proved(f"{fn} {n} {hidden} {turned}\n{region.signature()}")
+    memo = _proved(f"{fn} {n} {hidden} {turned} {region.digest()}")
     if not memo:
         memo.append(_search(region, axes, fn, n, hidden, turned))
     return memo[0]
@@ -258,7 +260,7 @@ def _draw(region: Region, axes: TokenAxes, fn: int, n: int, hidden: int, turned:
     }
     for leaf in region.leaves:
         if leaf not in given:
-            given[leaf] = normal(*(shape(leaf) or ())).abs() + 0.25
+            given[leaf] = normal(*axes.real(shape(leaf) or ())).abs() + 0.25
     return _Draw(residual, weight, evaluate(region, axes, given))
 
 
@@ -284,7 +286,7 @@ def _search(region: Region, axes: TokenAxes, fn: int, n: int, hidden: int, turne
 
 def _parameters(region: Region, n: int) -> Iterator[tuple[int, int]]:
     def leaves(size: int) -> list[int]:
-        return [region.index[x] for x in region.leaves if torch.Size(shape(x) or ()).numel() == size]
+        return [region.index[x] for x in region.leaves if math.prod(shape(x) or ()) == size]
 
     return itertools.islice(itertools.product(leaves(3), leaves((2 + n) * n)), 9)
 
@@ -370,10 +372,10 @@ def _sinkhorn_length(
         if at is None:
             continue
         while iters < _MAX_ITERS:
-            step = at
+            step: int | None = at
             if iters:
                 comb = comb / (comb.sum(-1, keepdim=True) + eps)
-                step = following(comb, step)
+                step = following(comb, at)
             comb = comb / (comb.sum(-2, keepdim=True) + eps)
             step = following(comb, step) if step is not None else None
             if step is None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch.fx import Graph, Node
@@ -111,7 +111,7 @@ class GraphPasses:
         self.observe = observe
         self.unreported = unreported
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> type:
         return _inductor_class()
 
@@ -164,7 +164,7 @@ class GraphPasses:
             logger.warning("The pass %s was skipped: %s", graph_pass.name, brief)
             logger.debug("The pass %s failed", graph_pass.name, exc_info=True)
             _restore(graph, before)
-            kind = "mhc" if graph_pass.name == "mhc" else "projections"
+            kind: Literal["mhc", "projections"] = "mhc" if graph_pass.name == "mhc" else "projections"
             return PassResult(missed=(Missed(kind, "", f"the pass failed and was skipped: {brief}"),))
 
 

@@ -216,8 +216,8 @@ def _trace(node: Node, inner: int | None) -> tuple[Node, list[Node]]:
 
 def _tokens(x: Node) -> int | None:
     """Rows of the activation, or None when symbolic."""
-    lead = (shape(x) or ())[:-1]
-    return math.prod(lead) if all(isinstance(d, int) for d in lead) else None
+    lead = [d for d in (shape(x) or ())[:-1] if isinstance(d, int)]
+    return math.prod(lead) if len(lead) == len(shape(x) or ()) - 1 else None
 
 
 def _pack_obstacle(group: _Group) -> str | None:
@@ -303,7 +303,7 @@ def _insertion_point(group: _Group, order: dict[Node, int]) -> Node:
 
 def _weight_nodes(linear: _Linear) -> Iterator[Node]:
     """The chain from the parameter to the weight operand, top first, and the bias."""
-    chain = []
+    chain: list[Node] = []
     node = _operands(linear.node)[2]
     while node.op == "call_function":
         chain.insert(0, node)

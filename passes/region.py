@@ -7,6 +7,7 @@ A clamp, a comparison or an unknown operator ends the region; what lies behind i
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -162,8 +163,11 @@ class Region:
                 return f"the region ends at {node.target} ({why}{', ' + line if line else ''})"
         return ""
 
-    def signature(self) -> str:
+    def digest(self) -> str:
         """Equal for regions with equal structure, shapes, dtypes and constants, whatever their names and weights."""
+        return hashlib.sha256(self._text().encode()).hexdigest()
+
+    def _text(self) -> str:
         symbols: dict[str, str] = {}
 
         def size(d: int | torch.SymInt) -> str:
@@ -305,7 +309,7 @@ def _run(node: Node, env: dict[Node, Any], axes: TokenAxes) -> Any:
     if op in CAST:
         return args[0]
     if op in (aten.expand, *RESHAPE):
-        source, target = axes.real(shape(node.args[0])), axes.real(shape(node))
+        source, target = axes.real(shape(node.args[0]) or ()), axes.real(shape(node) or ())
         small = tuple(args[0].shape)
         if op is aten.expand:
             return args[0].expand(axes.expanded(small, source, target))

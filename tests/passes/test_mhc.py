@@ -27,12 +27,12 @@ def error(out: Tensor, oracle: Tensor) -> float:
 def oracle_of(module: nn.Module, *inputs: Tensor) -> Tensor:
     """The module in float64 (its `.float()` calls made `.double()`)."""
     wide = copy.deepcopy(module).double()
-    with torch.no_grad(), _float_is_double():
+    with torch.no_grad(), FloatIsDouble():
         return wide(*(x.double() for x in inputs))
 
 
-class _float_is_double(torch.overrides.TorchFunctionMode):  # noqa: N801
-    def __torch_function__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+class FloatIsDouble(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.float:
             return args[0].double()
         return func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""The projections pass: groups by structure, every strategy right, what cannot be grouped left alone with its reason."""
+"""The projections pass: groups by structure, every strategy right, the rest left alone with its reason."""
 
 from __future__ import annotations
 

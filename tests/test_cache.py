@@ -1,0 +1,222 @@
+"""Identity of the passes, and what a second process does with a warm Inductor cache."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+import dsv4_compile
+from dsv4_compile import Options
+from dsv4_compile.backend import graph_passes
+
+ROOT = Path(__file__).parents[1]
+
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"mhc": "reference"},
+    {"mhc": "triton"},
+    {"mhc": "off"},
+    {"projections": "pack"},
+    {"projections": "streams"},
+    {"projections": "serial"},
+    {"projections": "off"},
+    {"num_streams": 2},
+    {"stream_max_tokens": 64},
+]
+
+
+def uuids() -> list[str]:
+    return [graph_passes(Options(**variant)).uuid() for variant in VARIANTS]
+
+
+def test_uuid_differs_with_every_option_that_changes_code():
+    assert len(set(uuids())) == len(VARIANTS)
+
+
+def test_uuid_does_not_differ_with_options_that_do_not(tmp_path):
+    plain = graph_passes(Options()).uuid()
+    for same in ({"verify": 3}, {"strict": True}, {"dump_dir": str(tmp_path)}):
+        assert graph_passes(Options(**same), "7/0").uuid() == plain
+
+
+def test_uuid_differs_with_the_version(monkeypatch):
+    before = (graph_passes(Options()).uuid(), dsv4_compile.post_grad_pass.uuid())
+    monkeypatch.setattr(dsv4_compile, "__version__", "999.0")
+    after = (graph_passes(Options()).uuid(), dsv4_compile.post_grad_pass.uuid())
+    assert before[0] != after[0]
+    assert before[1] != after[1]
+
+
+def test_uuid_of_the_pass_on_its_own_is_not_that_of_the_backend():
+    assert dsv4_compile.post_grad_pass.uuid() not in uuids()
+
+
+def test_uuid_is_the_same_in_every_process(tmp_path):
+    code = f"""
+import json
+from dsv4_compile import Options, post_grad_pass
+from dsv4_compile.backend import graph_passes
+print(json.dumps([graph_passes(Options(**v)).uuid() for v in {VARIANTS!r}] + [post_grad_pass.uuid()]))
+"""
+    environment = os.environ | {"PYTHONHASHSEED": "7"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [*uuids(), dsv4_compile.post_grad_pass.uuid()]
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("which", ["post_grad_pass", "backend", "dumping"])
+def test_passes_survive_copy_and_pickle(which, duplicate, tmp_path):
+    passes = {
+        "post_grad_pass": dsv4_compile.post_grad_pass,
+        "backend": graph_passes(Options(projections="pack", mhc="reference")),
+        "dumping": graph_passes(Options(dump_dir=str(tmp_path)), "0/0"),
+    }[which]
+    again = duplicate(passes)
+    assert again.uuid() == passes.uuid()
+    assert isinstance(again, CustomGraphPass)
+    graph = torch.fx.symbolic_trace(lambda x: x + 1).graph
+    for node in graph.nodes:
+        node.meta["val"] = torch.empty(3)
+    assert again(graph) is None
+
+
+# ------------------------------------------------------------------------------------------------ a second process
+
+CHILD = """
+import json, sys
+import torch
+import dsv4_compile
+from torch._dynamo.utils import counters
+from torch.profiler import ProfilerActivity, profile
+from tests.spellings import Stack, hf_post, hf_pre
+
+class Branches(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(64, 8, bias=False), torch.nn.Linear(64, 12, bias=False)
+    def forward(self, x):
+        return self.a(x), self.b(x)
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(Stack(hf_pre, hf_post), Branches())
+x = torch.randn(2, 5, 4, 64)
+results = []
+for options in json.loads(sys.argv[1]):
+    torch._dynamo.reset()
+    counters.clear()
+    with torch.no_grad():
+        expected = model(x)
+        compiled = torch.compile(model, backend="dsv4", options=options)
+        got = compiled(x)
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            got = compiled(x)
+    error = max(float((a - b).norm() / b.norm()) for a, b in zip(got, expected))
+    (graph,) = dsv4_compile.report().to_dict()["graphs"]
+    weights = [model[1].a.weight, model[1].b.weight]
+    results.append({
+        "error": error,
+        "operators": {e.key: e.count for e in seen.key_averages() if e.key.startswith("dsv4::")},
+        "hits": counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"],
+        "misses": counters["inductor"]["fxgraph_cache_miss"],
+        "adjacent": weights[1].data_ptr() == weights[0].data_ptr() + weights[0].nbytes,
+        "graph": graph,
+    })
+print(json.dumps(results))
+"""
+
+MHC = {"dsv4::mhc_pre": 1, "dsv4::mhc_post_pre": 1, "dsv4::mhc_post": 1}
+PACK = MHC | {"dsv4::packed_linear": 1}
+
+
+def child(folder: Path, *options: dict[str, Any], **environment: str) -> list[dict[str, Any]]:
+    """What one new process with its Inductor cache in `folder` got, for each set of options in turn."""
+    variables = {"TORCHINDUCTOR_CACHE_DIR": str(folder), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"}
+    variables |= {"TORCHINDUCTOR_FX_GRAPH_CACHE": "1", "TORCHINDUCTOR_AUTOGRAD_CACHE": "1"}
+    command = [sys.executable, "-c", CHILD, json.dumps(options)]
+    done = subprocess.run(
+        command, cwd=folder, env=os.environ | variables | environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_second_process_hits_the_cache_and_is_still_transformed(tmp_path):
+    """In one test, because every process costs seconds: first cold, then warm with the same and with other options."""
+    (cold,) = child(tmp_path, {"projections": "pack"})
+    warm, strict, streams, off = child(
+        tmp_path,
+        {"projections": "pack"},
+        {"projections": "pack", "strict": True, "verify": 1},
+        {"projections": "streams"},
+        {"mhc": "off", "projections": "off"},
+    )
+    assert (cold["hits"], cold["misses"]) == (0, 1)
+    for run in (warm, strict):
+        assert run["hits"] >= 1, "a hit"
+        assert run["misses"] == 0
+    for run in (streams, off):
+        assert (run["hits"], run["misses"]) == (0, 1), "other code"
+
+    assert cold["operators"] == warm["operators"] == strict["operators"] == PACK
+    assert streams["operators"] == MHC | {"dsv4::parallel_linear": 1}
+    assert off["operators"] == {}
+    for run in (cold, warm, strict, streams, off):
+        assert run["error"] < 1e-5
+
+    assert cold["adjacent"] and warm["adjacent"], "a warm start packs the parameters as well"
+    for run in (warm, strict):
+        for part in ("mhc", "projections", "missed", "nodes", "dynamic"):
+            assert run["graph"][part] == cold["graph"][part], part
+        assert any("cache" in note for note in run["graph"]["notes"])
+    assert [s["form"] for s in cold["graph"]["mhc"]] == ["pre", "post_pre", "post"]
+    assert cold["graph"]["notes"] == []
+
+
+def test_lost_findings_are_said_to_be_unknown(tmp_path):
+    """Inductor's cache is there, what the passes found is not."""
+    child(tmp_path, {"projections": "streams"})
+    for path in (tmp_path / "dsv4").iterdir():
+        path.unlink()
+    (warm,) = child(tmp_path, {"projections": "streams"})
+    assert warm["hits"] >= 1
+    assert warm["error"] < 1e-5
+    assert warm["operators"] == MHC | {"dsv4::parallel_linear": 1}
+    assert any("not known" in note for note in warm["graph"]["notes"])
+
+
+class Branches(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(16, 8, bias=False), torch.nn.Linear(16, 12, bias=False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.a(x), self.b(x)
+
+
+def test_findings_of_one_context_are_not_those_of_another(tmp_path, monkeypatch):
+    """Under autocast Dynamo hands over the same graph, and Inductor gets another one."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    module, x = Branches(), torch.randn(3, 16)
+
+    def dtypes(autocast: bool) -> tuple[set[str], bool]:
+        torch._dynamo.reset()
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            torch.compile(module, backend="dsv4", options={"projections": "serial"})(x)
+        (graph,) = dsv4_compile.report().graphs
+        return {linear.dtype for group in graph.projections for linear in group.linears}, bool(graph.notes)
+
+    assert dtypes(False) == ({"float32"}, False)
+    assert dtypes(True) == ({"bfloat16"}, False)
+    assert dtypes(False) == ({"float32"}, True), "from the cache"
+    assert dtypes(True) == ({"bfloat16"}, True), "from the cache"
