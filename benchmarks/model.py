@@ -33,11 +33,12 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -236,12 +237,29 @@ def float32_logits(model: Any, work: Work) -> Tensor:
     return logits_of(Work(work.ids, None if work.state is None else work.state.in_float32()), wide)
 
 
-def measure(model: Any, work: Work, column: Column, eager: Tensor, exact: Tensor, calls: int, warmup: int) -> Cell:
-    from torch._inductor.utils import fresh_cache
+@contextmanager
+def caches_in(folder: Path | None) -> Iterator[None]:
+    """Empty caches of Inductor and Triton, gone afterwards; with a `folder` they are what it holds, and stay."""
+    from torch._inductor.utils import clear_caches, fresh_cache
 
+    if folder is None:
+        with fresh_cache():
+            yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    clear_caches()
+    variables = {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TRITON_CACHE_DIR": str(folder / "triton")}
+    with mock.patch.dict(os.environ, variables):
+        yield
+    clear_caches()
+
+
+def measure(
+    model: Any, work: Work, column: Column, eager: Tensor, exact: Tensor, calls: int, warmup: int, caches: Path | None
+) -> Cell:
     torch._dynamo.reset()
     run = model if column.backend is None else torch.compile(model, backend=column.backend, mode=column.mode)
-    with nullcontext() if column.backend is None else fresh_cache():
+    with nullcontext() if column.backend is None else caches_in(caches):
         first = seconds_of(work, run)
         for _ in range(warmup):
             seconds_of(work, run)
@@ -324,8 +342,8 @@ def _cells(cell: dict[str, Any]) -> list[str]:
     return ["" if cell[name] is None else format(cell[name], form) for name, form in formats]
 
 
-def merge(paths: list[Path]) -> dict[str, Any]:
-    """Results of several runs as one; of a cell measured twice the later file counts.
+def merge(paths: list[Path], cold: list[Path]) -> dict[str, Any]:
+    """Results of several runs as one; of a cell measured twice the later file counts, of `cold` only compile times.
 
     Raises:
         SystemExit: the files come from different cards, versions or settings.
@@ -339,6 +357,11 @@ def merge(paths: list[Path]) -> dict[str, Any]:
     for result in results:
         for row, cells in result["rows"].items():
             found[row].update(cells)
+    for path in cold:
+        for row, cells in json.loads(path.read_text())["rows"].items():
+            for name, cell in cells.items():
+                if name in found[row]:
+                    found[row][name]["compile_s"] = cell["compile_s"]
     rows = {row: {name: cells[name] for name in COLUMNS if name in cells} for row, cells in found.items() if cells}
     return {**results[0], "rows": rows}
 
@@ -400,7 +423,8 @@ def measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
         cells = result["rows"][row] = {}
         for name in chosen(arguments.columns, COLUMNS):
             began = time.perf_counter()
-            cell = measure(model, work, COLUMNS[name], eager, exact, arguments.calls, arguments.warmup)
+            caches = None if arguments.caches is None else arguments.caches / f"{row}-{name}"
+            cell = measure(model, work, COLUMNS[name], eager, exact, arguments.calls, arguments.warmup, caches)
             cells[name] = dataclasses.asdict(cell)
             text = f"{row:13} {name:12} {cell.ms:8.2f} ms   ({time.perf_counter() - began:.0f} s) {cell.replaced}"
             print(text, flush=True)
@@ -416,10 +440,12 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=5, help="calls before them; CUDA graphs need three")
     parser.add_argument("--json", type=Path, help="file for the results; $OUT/model-<card>.json when OUT is set")
     parser.add_argument("--merge", type=Path, nargs="+", help="measure nothing, put these files together")
+    parser.add_argument("--caches", type=Path, help="folder for compiled code, kept; a second run starts from it")
+    parser.add_argument("--cold", type=Path, nargs="+", help="with --merge: files whose compile times count")
     parser.add_argument("--tiny", action="store_true", help="a small model on the CPU, to see whether this runs")
     arguments = parser.parse_args()
     if arguments.merge:
-        result = merge(arguments.merge)
+        result = merge(arguments.merge, arguments.cold or [])
         write(result, arguments.json)
     else:
         with torch.no_grad():

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+import dsv4_compile
 from dsv4_compile import dump, memory, verification
 from dsv4_compile.hook import HOOK, chained
-from dsv4_compile.options import Options, disabled
+from dsv4_compile.options import DEFAULTS, Options, disabled
 from dsv4_compile.passes.mhc import MhcPass
 from dsv4_compile.passes.pipeline import Collected, GraphPass, GraphPasses, collecting
 from dsv4_compile.passes.projections import ProjectionsPass
@@ -32,6 +33,13 @@ logger = logging.getLogger("dsv4_compile")
 
 _GRADIENTS = "the graph needs gradients (run the model under torch.no_grad() or torch.inference_mode())"
 _NO_CAPTURE = "this release does not capture by itself; mode='reduce-overhead' uses Inductor's CUDA graphs"
+_WITHOUT_EFFECT = {
+    "cudagraphs": _NO_CAPTURE,
+    "capture_sizes": _NO_CAPTURE,
+    "split_ops": "this release does not cut graphs into pieces",
+    "deterministic": "the kernels of this release choose their split by the token count",
+}
+_NEUTRAL = ("auto", "off", None, (), False)
 
 
 class StrictError(RuntimeError):
@@ -95,7 +103,8 @@ def graph_passes(options: Options, graph_id: str | None = None) -> GraphPasses:
     if options.projections != "off":
         passes.append(ProjectionsPass(options.projections, options.num_streams, options.stream_max_tokens))
     observe = None if options.dump_dir is None else dump.Writer(options.dump_dir, graph_id or "graph")
-    return GraphPasses(tuple(passes), strict=options.strict, observe=observe)
+    settings = f"{dsv4_compile.__version__}/{options.fingerprint()}"
+    return GraphPasses(tuple(passes), settings, strict=options.strict, observe=observe)
 
 
 def _compile(
@@ -203,9 +212,9 @@ def _enforce(options: Options, graph: GraphReport, collected: Collected) -> None
     missed: list[Missed] = [m for m in graph.missed if m.kind in (named or asked)]
     if missed:
         raise StrictError(f"Graph {graph.id}: {missed[0].kind} at {missed[0].site} was left alone: {missed[0].reason}.")
-    for option in ("cudagraphs", "capture_sizes", "split_ops", "deterministic"):
-        if option in options.explicit and getattr(options, option) not in ("auto", "off", None, (), False):
-            raise StrictError(f"{option}={getattr(options, option)!r} was asked for: {_NO_CAPTURE}.")
+    for option, reason in _WITHOUT_EFFECT.items():
+        if option in options.explicit and getattr(options, option) not in _NEUTRAL:
+            raise StrictError(f"{option}={getattr(options, option)!r} was asked for and has no effect: {reason}.")
 
 
 # Reports by the object that Dynamo keeps for one torch.compile(...) call.
@@ -241,11 +250,12 @@ def _caller() -> Any:
 
 def _first_effective(options: Options) -> dict[str, Any]:
     effective: dict[str, Any] = options.to_dict()
-    for option in ("cudagraphs", "capture_sizes", "split_ops"):
-        if getattr(options, option) not in ("off", None, ()):
-            effective[option] = {"value": "off" if option == "cudagraphs" else None, "reason": _NO_CAPTURE}
-            if option in options.explicit and getattr(options, option) != "auto":
-                logger.warning("%s=%r has no effect: %s.", option, getattr(options, option), _NO_CAPTURE)
+    for option, reason in _WITHOUT_EFFECT.items():
+        if option == "cudagraphs" and options.cudagraphs == "auto":
+            effective[option] = {"value": "off", "reason": reason}
+        elif getattr(options, option) not in _NEUTRAL:
+            effective[option] = {"value": "off" if option == "cudagraphs" else DEFAULTS[option], "reason": reason}
+            logger.warning("%s=%r has no effect: %s.", option, getattr(options, option), reason)
     return effective
 
 

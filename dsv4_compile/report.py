@@ -75,7 +75,8 @@ class CompileReport:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe. `effective` maps an option to its value, or to {"value", "reason"} where it differs."""
-        return dataclasses.asdict(self)
+        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        return plain
 
     def to_json(self) -> str:
         """`to_dict()` as text."""

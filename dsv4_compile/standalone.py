@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dsv4_compile
 from dsv4_compile.options import Options
 from dsv4_compile.passes.mhc import MhcPass
 from dsv4_compile.passes.pipeline import Collected, GraphPasses
@@ -25,6 +26,13 @@ def _report(collected: Collected) -> None:
     report.graphs.append(graph)
 
 
+class _Standalone(GraphPasses):
+    """The passes with the version of the package in their identity, as the backend has it."""
+
+    def uuid(self) -> str:
+        return f"standalone/{dsv4_compile.__version__}/{super().uuid()}"
+
+
 # Nobody packs parameters here (the hook sees a graph, not its parameters), so linears are spread over streams or left.
-post_grad_pass = GraphPasses((MhcPass(), ProjectionsPass("auto", pack=False)), unreported=_report)
+post_grad_pass = _Standalone((MhcPass(), ProjectionsPass("auto", pack=False)), unreported=_report)
 """One `CustomGraphPass`: set it as `torch._inductor.config.post_grad_custom_post_pass`."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._inductor.utils import clone_preserve_strides
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
@@ -29,12 +30,13 @@ def copy_of(gm: GraphModule) -> GraphModule:
 def verified(compiled: Callable[..., Any], original: GraphModule, calls: int, graph: GraphReport) -> Callable[..., Any]:
     """`compiled`, compared with `original` on its first `calls` calls.
 
-    A compared call runs the compiled graph on copies of the inputs that are not parameters and returns what the
-    uncompiled graph returned, so a wrong result or a wrong write into an input is never seen outside. After a
-    difference every later call runs uncompiled.
+    A compared call runs the compiled graph on copies of the inputs (but for parameters that nothing writes) and returns
+    what the uncompiled graph returned, so a wrong result or a wrong write into an input is never seen outside. After
+    a difference every later call runs uncompiled.
     """
     left = calls
     failed = False
+    written = _written(original)
 
     def call(*args: Any) -> Any:
         nonlocal left, failed
@@ -43,9 +45,7 @@ def verified(compiled: Callable[..., Any], original: GraphModule, calls: int, gr
         if left == 0:
             return compiled(*args)
         left -= 1
-        copies = [
-            x.clone() if isinstance(x, torch.Tensor) and not isinstance(x, torch.nn.Parameter) else x for x in args
-        ]
+        copies = [_copy(x) if i in written or not isinstance(x, torch.nn.Parameter) else x for i, x in enumerate(args)]
         actual = compiled(*copies)
         expected = original(*args)
         problem = _difference(actual, expected) or _difference(copies, args)
@@ -56,6 +56,26 @@ def verified(compiled: Callable[..., Any], original: GraphModule, calls: int, gr
         return expected
 
     return call
+
+
+def _copy(x: Any) -> Any:
+    """A copy with the strides of `x`, which the compiled code relies on."""
+    return clone_preserve_strides(x) if isinstance(x, torch.Tensor) else x
+
+
+def _written(gm: GraphModule) -> set[int]:
+    """Positions of the inputs that the graph may write in place, looking through views."""
+    inputs = {node: i for i, node in enumerate(n for n in gm.graph.nodes if n.op == "placeholder")}
+    found: set[int] = set()
+    for node in gm.graph.nodes:
+        name = str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))
+        writes = (name.endswith("_") and not name.endswith("__")) or name == "setitem" or "out" in node.kwargs
+        targets = [node.kwargs["out"]] if "out" in node.kwargs else node.args[:1]
+        while writes and targets and isinstance(targets[0], torch.fx.Node):
+            if targets[0] in inputs:
+                found.add(inputs[targets[0]])
+            targets = targets[0].args[:1]
+    return found
 
 
 def _difference(actual: Any, expected: Any) -> str | None:

@@ -131,7 +131,8 @@ def _pairs(first: Node, second: Node) -> Iterator[tuple[Node, Node]]:
     combs = list(_chain(first))
     for residual in reversed(list(_chain(second))):
         dims = shape(residual) or ()
-        if len(dims) < 2 or dims[-2] not in _STREAMS or not isinstance(dims[-1], int) or dims[-1] < 2:
+        # Only sizes that are ints already: to compare a symbol would put a guard on it.
+        if len(dims) < 2 or not all(isinstance(d, int) for d in dims[-2:]) or dims[-2] not in _STREAMS or dims[-1] < 2:
             continue
         want = (*dims[:-1], dims[-2])
         comb = next((c for c in reversed(combs) if same_shape(c, want)), None)

@@ -111,6 +111,7 @@ def find(graph: Graph, order: dict[Node, int]) -> tuple[list[PreMatch], list[Mis
     """All `hc_pre` sites of `graph`, and the places that looked like one."""
     matches: list[PreMatch] = []
     missed: list[Missed] = []
+    seen: set[Node] = set()
     for fn, n, hidden, turned in _anchors(graph):
         for product in _products(fn):
             if any(m.fn is fn and product in m.region.index for m in matches):
@@ -118,7 +119,8 @@ def find(graph: Graph, order: dict[Node, int]) -> tuple[list[PreMatch], list[Mis
             found = _match(product, fn, n, hidden, turned, order)
             if isinstance(found, PreMatch):
                 matches.append(found)
-            elif found is not None and not any(m.site == module_path(product) for m in missed):
+            elif found is not None and fn not in seen:
+                seen.add(fn)
                 missed.append(Missed("mhc", module_path(product), found))
     matches.sort(key=lambda m: order[m.region.nodes[min(m.post.plain)]])
     return matches, missed

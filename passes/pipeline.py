@@ -93,6 +93,7 @@ class GraphPasses:
 
     Args:
         passes: the passes.
+        settings: what else makes one set of passes another, for the identity (options, version).
         strict: raise `PassError` when a pass fails, instead of leaving the graph as it was before that pass.
         observe: called with ("before" or a pass name, graph) at the start and after each pass; not part of the
             identity. Must be picklable when set.
@@ -102,11 +103,13 @@ class GraphPasses:
     def __init__(
         self,
         passes: tuple[GraphPass, ...],
+        settings: str = "",
         strict: bool = False,
         observe: Callable[[str, Graph], None] | None = None,
         unreported: Callable[[Collected], None] | None = None,
     ):
         self.passes = passes
+        self.settings = settings
         self.strict = strict
         self.observe = observe
         self.unreported = unreported
@@ -116,7 +119,7 @@ class GraphPasses:
         return _inductor_class()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return GraphPasses, (self.passes, self.strict, self.observe, self.unreported)
+        return type(self), (self.passes, self.settings, self.strict, self.observe, self.unreported)
 
     def __call__(self, graph: Graph) -> None:
         collected = _current.get()
@@ -130,7 +133,7 @@ class GraphPasses:
 
     def uuid(self) -> str:
         """Equal across processes for equal settings and sources."""
-        return "/".join(["dsv4", source_hash(), *(p.uuid() for p in self.passes)])
+        return "/".join(["dsv4", self.settings, source_hash(), *(p.uuid() for p in self.passes)])
 
     def _run(self, graph: Graph, collected: Collected) -> None:
         collected.ran = True

@@ -91,7 +91,7 @@ class ProjectionsPass:
     def __call__(self, graph: Graph) -> PassResult:
         order = {node: i for i, node in enumerate(graph.nodes)}
         groups, missed = find(graph)
-        inputs = {node: i for i, node in enumerate(n for n in graph.nodes if n.op == "placeholder")}
+        inputs = {n: _position(n, i) for i, n in enumerate(n for n in graph.nodes if n.op == "placeholder")}
         done, packs = [], []
         moved: dict[Node, Node] = {}
         for group in groups:
@@ -131,6 +131,11 @@ class ProjectionsPass:
         if self.num_streams and (tokens is None or tokens <= self.stream_max_tokens):
             return "streams", f"cannot be packed: {obstacle}" if obstacle else "documented default"
         return "serial", f"{tokens} tokens: each product fills the card by itself"
+
+
+def _position(node: Node, index: int) -> int:
+    """Which input of Dynamo's graph an input is: AOTAutograd merges inputs that share memory, and says so."""
+    return int(getattr(node.meta.get("desc"), "idx", index))
 
 
 def find(graph: Graph) -> tuple[list[_Group], list[Missed]]:

