@@ -89,7 +89,7 @@ def dsv4(
         dump.write_report(chosen.dump_dir, report)
     logger.info("%s", report)
     if chosen.strict:
-        _enforce(chosen, graph, collected)
+        _enforce(chosen, report, graph, collected)
     if original is not None:
         compiled = verification.verified(compiled, original, chosen.verify, graph)
     return compiled
@@ -195,7 +195,7 @@ def _settle(report: CompileReport, graph: GraphReport, collected: Collected, opt
         report.effective["projections"] = {"value": ", ".join(strategies), "reason": reason}
 
 
-def _enforce(options: Options, graph: GraphReport, collected: Collected) -> None:
+def _enforce(options: Options, report: CompileReport, graph: GraphReport, collected: Collected) -> None:
     """Raises when a requested optimisation matched nothing or fell back."""
     if graph.notes and "without replacements" in graph.notes[0]:
         raise StrictError(f"Graph {graph.id}: {graph.notes[0]}.")
@@ -203,7 +203,11 @@ def _enforce(options: Options, graph: GraphReport, collected: Collected) -> None
         for option, value, reason in result.effective:
             if option in options.explicit:
                 raise StrictError(f"{option}={getattr(options, option)!r} was asked for and {value!r} runs: {reason}.")
-    matched = {"mhc": bool(graph.mhc), "projections": bool(graph.projections)}
+    # A graph break leaves pieces in which there is nothing to find.
+    matched = {
+        "mhc": any(g.mhc for g in report.graphs),
+        "projections": any(g.projections for g in report.graphs),
+    }
     asked = [o for o in matched if getattr(options, o) != "off"]
     named = [o for o in asked if o in options.explicit]
     failed = [o for o in named if not matched[o]] or (asked if asked and not any(matched[o] for o in asked) else [])

@@ -46,8 +46,13 @@ def verified(compiled: Callable[..., Any], original: GraphModule, calls: int, gr
             return compiled(*args)
         left -= 1
         copies = [_copy(x) if i in written or not isinstance(x, torch.nn.Parameter) else x for i, x in enumerate(args)]
-        actual = compiled(*copies)
+        with torch.random.fork_rng(devices=_devices(args)):
+            actual = compiled(*copies)
+        drawn = _random_states(args)
         expected = original(*args)
+        if any(not torch.equal(a, b) for a, b in zip(drawn, _random_states(args), strict=True)):
+            graph.notes.append("verify: a call was not compared, because the graph draws random numbers")
+            return expected
         problem = _difference(actual, expected) or _difference(copies, args)
         if problem is not None:
             failed = True
@@ -56,6 +61,14 @@ def verified(compiled: Callable[..., Any], original: GraphModule, calls: int, gr
         return expected
 
     return call
+
+
+def _devices(args: Sequence[Any]) -> list[int]:
+    return sorted({x.device.index for x in args if isinstance(x, torch.Tensor) and x.is_cuda})
+
+
+def _random_states(args: Sequence[Any]) -> list[torch.Tensor]:
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in _devices(args))]
 
 
 def _copy(x: Any) -> Any:

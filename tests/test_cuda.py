@@ -64,22 +64,41 @@ def test_spellings_with_triton(name):
             eager = module(x)
             wide = copy.deepcopy(module).float()
             oracle = wide(x.float())
-            out = torch.compile(module, backend="dsv4", dynamic=False)(x)
+            compiled = torch.compile(module, backend="dsv4", dynamic=False, options={"compiler": "eager"})
+            out = compiled(x)
         assert [s.form for s in dsv4_compile.report().graphs[-1].mhc] == ["pre", "post_pre", "post_pre", "post"]
         assert distance(out, oracle) <= distance(eager, oracle) * 1.05
 
 
-def test_reduce_overhead_replays_are_right():
-    model = deepseek(hidden=64).cuda()
-    compiled = torch.compile(model, backend="dsv4", mode="reduce-overhead")
+class Forked(Stack):
+    """Hyper-connections around a group of linears. (The real model's float32 experts cannot be captured.)"""
+
+    def __init__(self) -> None:
+        super().__init__(*SPELLINGS["hf"], hidden=256, layers=2)
+        self.forks = nn.ModuleList(nn.Linear(256, width) for width in (256, 64, 128))
+
+    def forward(self, residual: Tensor) -> tuple[Tensor, ...]:
+        residual = super().forward(residual)
+        x = residual.sum(-2)
+        return residual, *(fork(x) for fork in self.forks)
+
+
+@pytest.mark.parametrize("projections", ["pack", "streams"])
+def test_reduce_overhead_replays_are_right(projections):
+    model = Forked().cuda()
+    compiled = torch.compile(
+        model,
+        backend="dsv4",
+        options={"projections": projections, "inductor": {"triton.cudagraphs": True}},
+    )
     kept = []
-    for seed in range(6):
-        torch.manual_seed(seed)
-        ids = torch.randint(0, model.config.vocab_size, (1, 24), device="cuda")
-        out = logits(compiled, ids).clone()
-        kept.append((out, logits(model, ids)))
+    with torch.no_grad():
+        for tokens in [8, 8, 8, 24, 24, 24, 8, 24]:
+            x = torch.randn(1, tokens, 4, 256, device="cuda")
+            kept.append(([y.clone() for y in compiled(x)], model(x)))
     for out, expected in kept:
-        assert distance(out, expected) < 1e-5
+        for a, b in zip(out, expected, strict=True):
+            assert distance(a, b) < 1e-5
 
 
 @pytest.mark.parametrize("strategy", ["pack", "streams"])

@@ -42,7 +42,7 @@ def logits(model: Callable[..., Any], ids: Tensor) -> Tensor:
         return model(ids, use_cache=False).logits
 
 
-def compiled(model: nn.Module, **options: Any) -> Callable[..., Any]:
+def compiled(model: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     return torch.compile(model, backend="dsv4", options={"compiler": "eager"} | options)
 
 
@@ -166,9 +166,7 @@ def test_generation_equals_eager_token_for_token():
     prompts = [tokens(3, seed=1), tokens(5, seed=2)]
     arguments = {"max_new_tokens": 64, "do_sample": False}
     expected = [model.generate(ids, **arguments) for ids in prompts]
-    model.forward = torch.compile(
-        model.forward, backend="dsv4", options={"compiler": "eager", "projections": "pack"}, dynamic=True
-    )
+    model.forward = compiled(model.forward, projections="pack")
     with torch._dynamo.config.patch(recompile_limit=64):
         for ids, want in zip(prompts, expected, strict=True):
             assert torch.equal(model.generate(ids, **arguments), want)

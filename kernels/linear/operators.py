@@ -19,7 +19,7 @@ __all__ = ["packed_linear", "parallel_linear"]
 
 _library = torch.library.Library("dsv4", "FRAGMENT")
 _library.define(
-    "parallel_linear(Tensor x, Tensor[] weights, Tensor?[] biases, int[] streams, int max_tokens) -> Tensor[]",
+    "parallel_linear(Tensor x, Tensor[] weights, Tensor?[] biases, int[] streams, int max_tokens=1024) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
@@ -78,7 +78,7 @@ def packed_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor 
 
 
 def _parallel(
-    x: Tensor, weights: list[Tensor], biases: list[Tensor | None], streams: list[int], max_tokens: int
+    x: Tensor, weights: list[Tensor], biases: list[Tensor | None], streams: list[int], max_tokens: int = 1024
 ) -> list[Tensor]:
     _check(x, weights, biases)
     _check_streams(weights, streams)
@@ -101,7 +101,7 @@ def _parallel(
 
 
 def _parallel_fake(
-    x: Tensor, weights: list[Tensor], biases: list[Tensor | None], streams: list[int], max_tokens: int
+    x: Tensor, weights: list[Tensor], biases: list[Tensor | None], streams: list[int], max_tokens: int = 1024
 ) -> list[Tensor]:
     _check(x, weights, biases)
     _check_streams(weights, streams)
@@ -109,7 +109,7 @@ def _parallel_fake(
 
 
 def _parallel_composed(
-    x: Tensor, weights: list[Tensor], biases: list[Tensor | None], streams: list[int], max_tokens: int
+    x: Tensor, weights: list[Tensor], biases: list[Tensor | None], streams: list[int], max_tokens: int = 1024
 ) -> list[Tensor]:
     _check(x, weights, biases)
     _check_streams(weights, streams)
@@ -120,6 +120,10 @@ def _parallel_composed(
 
 
 def _packed(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> Tensor:
+    if x.dtype is weights[0].dtype and all(bias is None for bias in biases) and packing.separation(weights) is None:
+        # What serving does in every layer, with as little on the host as can be.
+        whole = packing.packed_view(weights)
+        return torch.mm(_rows(x), whole.t()).view(*x.shape[:-1], whole.shape[0])
     _check(x, weights, biases)
     reason = packing.separation(weights)
     if reason is not None:

@@ -32,8 +32,8 @@ STREAMS = range(2, 9)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # `enum Dtype` of mhc.cpp: what the library reads and writes by itself.
 NATIVE = {torch.float32: 0, torch.bfloat16: 1}
-# Elements of residual from which more threads pay. An element takes about 2 ns and waking a thread about 10 us, but where
-# another process has the second core each of the three barriers costs a time slice (8 ms seen): so not for short calls.
+# Elements of residual from which more threads pay. An element takes about 2 ns and waking a thread about 10 us. Where
+# another process has the second core each of the three barriers costs a time slice (8 ms seen), so not for short calls.
 PARALLEL_ELEMENTS = 512 * 1024
 # Inductor turns these off for its own kernels, whose numbers follow eager mode bit by bit.
 COMPILER_FLAGS = ("-ffp-contract=fast",)

@@ -27,6 +27,7 @@ import contextlib
 import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -54,6 +55,7 @@ PLANS = ((16, 128), (64, 32), (256, 16), (2048, 8), (math.inf, 2))
 CELLS = 32
 MIX_WARPS = 4
 MIX_STAGES = 2
+_INT32 = 2**31 - 1
 
 INTERPRETED = not isinstance(mix_kernel, triton.JITFunction)
 
@@ -105,7 +107,33 @@ def _ready(tensor: Tensor) -> Tensor:
 
 
 def _device(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+    if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
+        return torch.cuda.device(tensor.device)
+    return contextlib.nullcontext()
+
+
+_compiled: dict[tuple[object, ...], Any] = {}
+
+
+def _launch(
+    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, int], **how: int
+) -> None:
+    """`kernel[grid](*arguments, **constants)`; from the second call of its kind on without Triton's binder.
+
+    The binder takes several times longer than these kernels run. What it would look at is in the key: dtypes, which
+    tensors are absent, the constants and the device; addresses are on 16-byte boundaries (`_ready`), and the only
+    integer, the token count, is not specialised beyond its width. `constants` are in the order of the signature.
+    """
+    kinds = tuple(a.dtype if isinstance(a, Tensor) else (a is None or type(a)) for a in arguments)
+    wide = any(isinstance(a, int) and a > _INT32 for a in arguments)
+    key = (kernel, 0 if INTERPRETED else torch.cuda.current_device(), kinds, wide, *constants.values())
+    known = _compiled.get(key)
+    if known is not None:
+        known[grid](*arguments, *constants.values())
+        return
+    made = kernel[grid](*arguments, **constants, **how)
+    if not INTERPRETED:
+        _compiled[key] = made
 
 
 def _mix(
@@ -122,26 +150,19 @@ def _mix(
     if fn is not None:
         partials = torch.empty((plan.splits, tokens, logits + 1), dtype=torch.float32, device=residual.device)
     x, weights, matrix, new_residual = post or (None,) * 4
-    mix_kernel[(triton.cdiv(tokens, GROUP), plan.splits)](
-        x,
-        residual,
-        weights,
-        matrix,
-        fn,
-        new_residual,
-        partials,
-        tokens,
-        HIDDEN=hidden,
-        N=n,
-        COLUMNS=max(16, _power_of_two(logits + 1)),
-        STEPS=plan.steps,
-        WIDTH=plan.width,
-        GROUP=GROUP,
-        HAS_POST=post is not None,
-        HAS_PRE=fn is not None,
-        num_warps=MIX_WARPS,
-        num_stages=MIX_STAGES,
-    )
+    constants = {
+        "HIDDEN": hidden,
+        "N": n,
+        "COLUMNS": max(16, _power_of_two(logits + 1)),
+        "STEPS": plan.steps,
+        "WIDTH": plan.width,
+        "GROUP": GROUP,
+        "HAS_POST": post is not None,
+        "HAS_PRE": fn is not None,
+    }
+    grid = (triton.cdiv(tokens, GROUP), plan.splits, 1)
+    arguments = (x, residual, weights, matrix, fn, new_residual, partials, tokens)
+    _launch(mix_kernel, grid, arguments, constants, num_warps=MIX_WARPS, num_stages=MIX_STAGES)
     return partials
 
 
@@ -160,24 +181,20 @@ def _finish(
     wide = n > UNROLLED
     group = 1 if wide else CELLS // chunk
     row = _power_of_two(hidden)
-    finish_kernel[(triton.cdiv(tokens, group) + tokens,)](
-        streams,
-        partials,
-        *weights,
-        *outputs,
-        tokens,
-        *(float(value) for value in constants),
-        ITERS=iters,
-        HIDDEN=hidden,
-        N=n,
-        COLUMNS=_power_of_two(columns),
-        SPLITS=count,
-        CHUNK=chunk,
-        GROUP=group,
-        ROW=row,
-        SIDE=_power_of_two(n) if wide else 0,
-        num_warps=8 if row >= 4096 else 4,
-    )
+    sizes = {
+        "ITERS": iters,
+        "HIDDEN": hidden,
+        "N": n,
+        "COLUMNS": _power_of_two(columns),
+        "SPLITS": count,
+        "CHUNK": chunk,
+        "GROUP": group,
+        "ROW": row,
+        "SIDE": _power_of_two(n) if wide else 0,
+    }
+    grid = (triton.cdiv(tokens, group) + tokens, 1, 1)
+    arguments = (streams, partials, *weights, *outputs, tokens, *(float(value) for value in constants))
+    _launch(finish_kernel, grid, arguments, sizes, num_warps=8 if row >= 4096 else 4)
 
 
 def _run(
