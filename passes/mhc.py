@@ -119,12 +119,14 @@ class _Rewrite:
         assert match is not None
         family = self._family(match)
         if post is not None:
-            self._post(post, pre, family)
+            self._post(post, pre)
         elif pre is not None:
-            self._pre(pre, family)
+            self._pre(pre)
         self.done.append(self._site(post, pre, family))
 
     def _family(self, match: PostMatch | PreMatch) -> str:
+        """The family that runs here, for the report. The graph keeps the wish: its code may be cached for a process
+        in which another family works."""
         start = time.perf_counter()
         val = value(match.residual)
         family, reason = families.resolve(self.kernel, val.device, match.n, match.hidden, val.dtype)
@@ -143,7 +145,7 @@ class _Rewrite:
         form: Literal["pre", "post_pre"] = "pre" if post is None else "post_pre"
         return MhcSite(pre.site, form, fused, family, pre.n, pre.hidden, c.iters, eps)
 
-    def _pre(self, pre: PreMatch, family: str) -> None:
+    def _pre(self, pre: PreMatch) -> None:
         first = self._first(pre.region, pre.post, pre.comb, pre.collapsed)
         with self.graph.inserting_before(first):
             residual = self._now(pre.residual)
@@ -151,12 +153,12 @@ class _Rewrite:
                 residual = reshape_rows(self.graph, residual, (*(shape(pre.residual) or ())[:-1], pre.n, pre.hidden))
             arguments, out_dtype = self._parameters(pre, first)
             made = call(
-                self.graph, torch.ops.dsv4.mhc_pre.default, (residual, *arguments, out_dtype, family), like=first
+                self.graph, torch.ops.dsv4.mhc_pre.default, (residual, *arguments, out_dtype, self.kernel), like=first
             )
             x, post, comb = (item(self.graph, made, i) for i in range(3))
         self._put(pre, x, post, comb)
 
-    def _post(self, match: PostMatch, pre: PreMatch | None, family: str) -> None:
+    def _post(self, match: PostMatch, pre: PreMatch | None) -> None:
         results = match.out.nodes(match.region)
         exits = leaving(match.region, results) or results[-1:]
         members = set(results)
@@ -165,12 +167,12 @@ class _Rewrite:
         with self.graph.inserting_before(first):
             inputs = self._post_inputs(match)
             if pre is None:
-                made = call(self.graph, torch.ops.dsv4.mhc_post.default, (*inputs, dtype, family), like=first)
+                made = call(self.graph, torch.ops.dsv4.mhc_post.default, (*inputs, dtype, self.kernel), like=first)
                 residual = made
             else:
                 arguments, out_dtype = self._parameters(pre, first)
                 target = torch.ops.dsv4.mhc_post_pre.default
-                made = call(self.graph, target, (*inputs, *arguments, dtype, out_dtype, family), like=first)
+                made = call(self.graph, target, (*inputs, *arguments, dtype, out_dtype, self.kernel), like=first)
                 residual, x, post, comb = (item(self.graph, made, i) for i in range(4))
         self._replace(match.region, match.out, residual)
         if pre is not None:

@@ -125,15 +125,15 @@ def test_streams_do_not_change_the_logits(reported):
 
 def test_equal_layers_are_proved_once():
     """The time of the passes is linear in the layers, counted in what has to be proved."""
-    from dsv4_compile.passes import mhc_post, mhc_pre
+    from dsv4_compile.passes import mhc_post, mhc_proof
 
     counts = []
     for layers in (2, 5):
-        mhc_pre._proved.cache_clear()
+        mhc_proof._proved.cache_clear()
         mhc_post._proved.cache_clear()
         logits(compiled(deepseek((SLIDING,) * layers, iters=1)), tokens(5))
         assert len(dsv4_compile.report().graphs[-1].mhc) == 2 * layers + 1
-        counts.append(mhc_pre._proved.cache_info().currsize + mhc_post._proved.cache_info().currsize)
+        counts.append(mhc_proof._proved.cache_info().currsize + mhc_post._proved.cache_info().currsize)
         torch._dynamo.reset()
     assert counts[1] <= counts[0] + 2
 

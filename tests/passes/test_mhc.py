@@ -260,14 +260,14 @@ def test_second_run_of_the_pass_changes_nothing():
 
 def test_time_of_the_pass_is_linear_in_layers():
     """Counted in region evaluations, not seconds: equal layers are proved once."""
-    from dsv4_compile.passes import mhc_post, mhc_pre
+    from dsv4_compile.passes import mhc_post, mhc_proof
 
     torch.manual_seed(0)
     counts = []
     for layers in (3, 12):
-        mhc_pre._proved.cache_clear()
+        mhc_proof._proved.cache_clear()
         mhc_post._proved.cache_clear()
         _, graph = run(Stack(hf_pre, hf_post, layers=layers), residual(1, 1, 5, 4, 64))
         assert len(graph.mhc) == layers + 1
-        counts.append(mhc_pre._proved.cache_info().currsize + mhc_post._proved.cache_info().currsize)
+        counts.append(mhc_proof._proved.cache_info().currsize + mhc_post._proved.cache_info().currsize)
     assert counts[1] <= counts[0] + 2
