@@ -97,8 +97,18 @@ def _result(record: Mapping[str, Any]) -> PassResult:
 def pack(collected: Collected, inputs: Sequence[Any], graph: GraphReport) -> None:
     """Lays the weights of each packed group one behind the other; the parameters become views of that storage."""
     for result in collected.results:
-        for positions in result.packs:
-            weights = [inputs[i] for i in positions]
-            outcome = packing.pack(weights)
-            if not outcome.packed:
-                graph.notes.append(f"a packed group runs as separate products: {outcome.reason}")
+        groups = [group for group in result.projections if group.strategy == "pack"]
+        for group, positions in zip(groups, result.packs, strict=True):
+            reason = _pack([inputs[i] for i in positions])
+            if reason is not None:
+                graph.notes.append(f"a packed group runs as separate products: {reason}")
+                at = graph.projections.index(group)
+                graph.projections[at] = dataclasses.replace(group, strategy="serial", reason=f"not packed: {reason}")
+
+
+def _pack(weights: Sequence[Any]) -> str | None:
+    """Why the weights are not packed, or None when they are. What a user passes in is not ours to move."""
+    if not all(isinstance(weight, torch.nn.Parameter) for weight in weights):
+        return "A weight is not a parameter of a module."
+    outcome = packing.pack(weights)
+    return None if outcome.packed else outcome.reason

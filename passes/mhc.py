@@ -54,11 +54,13 @@ class MhcPass:
         with undisturbed():
             pres, missed = mhc_pre.find(graph, order)
             posts = mhc_post.find(graph, order, pres)
+        # Where a lookalike of hc_pre has been reported already, one reason is enough.
+        alone = [] if missed else _unled(pres, posts)
         rewrite = _Rewrite(graph, order, self.kernel, pres)
         for post, pre in _sites(pres, posts, order):
             rewrite.apply(post, pre)
         rewrite.clean(pres, posts)
-        missed = [*missed, *rewrite.missed, *_unposted(pres, posts)]
+        missed = [*missed, *alone, *_unposted(pres, posts)]
         return PassResult(
             mhc=tuple(rewrite.done),
             missed=tuple(missed),
@@ -86,6 +88,17 @@ def _sites(
     return [site for _, site in sorted(sites, key=lambda s: s[0])]
 
 
+def _unled(pres: Sequence[PreMatch], posts: Sequence[PostMatch]) -> list[Missed]:
+    """`hc_post` sites whose `post` and `comb` this graph computes in a way that is not a known `hc_pre`."""
+    known = {n for pre in pres for n in (*pre.post.nodes(pre.region), *pre.comb.nodes(pre.region))}
+    why = "hc_post was replaced alone: what computes its post and comb is not hc_pre with one fn of [(2+n)*n, n*D]"
+    return [
+        Missed("mhc", module_path(post.out.nodes(post.region)[0]), why)
+        for post in posts
+        if post.comb not in known and post.comb.op == "call_function"
+    ]
+
+
 def _unposted(pres: Sequence[PreMatch], posts: Sequence[PostMatch]) -> list[Missed]:
     """Sites whose `post` and `comb` are read by something that is not the formula of `hc_post`."""
     used = {p.post for p in posts} | {p.comb for p in posts}
@@ -94,7 +107,7 @@ def _unposted(pres: Sequence[PreMatch], posts: Sequence[PostMatch]) -> list[Miss
         members = set(pre.post.nodes(pre.region)) | set(pre.comb.nodes(pre.region))
         readers = {u for m in members for u in m.users} - members
         if members.isdisjoint(used) and any(r.op != "output" for r in readers):
-            why = "post and comb are not used as post * x + comb^T @ residual, so only this hc_pre was replaced"
+            why = "no post * x + comb^T @ residual in the residual's layout behind it, so only this hc_pre was replaced"
             missed.append(Missed("mhc", pre.site, why))
     return missed
 
@@ -107,7 +120,6 @@ class _Rewrite:
         # Decided on the graph as it came: later readers are the rewrite's own.
         self._normed = {id(pre) for pre in pres if _norm_is_fused(pre)}
         self.done: list[MhcSite] = []
-        self.missed: list[Missed] = []
         self.effective: list[tuple[str, str, str]] = []
         self.kernel_seconds = 0.0
         self._new: dict[Node, Node] = {}

@@ -36,7 +36,7 @@ __all__ = ["Case", "Constants", "Proof", "prove"]
 # large logits keep the Sinkhorn iteration from converging, so that its length shows.
 _DRAWS = ((1.0, 1.0), (1e-3, 6.0), (30.0, 3.0))
 _MAX_ITERS = 64
-_RTOL = 1e-8
+_RTOL = 1e-7
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,12 @@ def _draw(case: Case, seed: int) -> _Draw:
     def normal(*dims: int) -> torch.Tensor:
         return torch.randn(dims, generator=generator, dtype=torch.float64, device="cpu")
 
+    def signed(*dims: int) -> torch.Tensor:
+        """Away from zero, of both signs: so that a root or a norm of a parameter does not pass for the parameter."""
+        drawn = normal(*dims)
+        sign = torch.where(torch.arange(drawn.numel()).reshape(drawn.shape) % 2 == seed % 2, -1.0, 1.0)
+        return (drawn.abs() + 0.25) * sign
+
     region, axes, n, hidden = case.region, case.axes, case.n, case.hidden
     residual = normal(axes.rows, n, hidden) * magnitude * torch.exp(normal(axes.rows, 1, 1))
     weight = normal((2 + n) * n, n * hidden) * (gain / (n * hidden) ** 0.5)
@@ -118,7 +124,7 @@ def _draw(case: Case, seed: int) -> _Draw:
     }
     for leaf in region.leaves:
         if leaf not in given:
-            given[leaf] = normal(*axes.real(shape(leaf) or ())).abs() + 0.25
+            given[leaf] = signed(*axes.real(shape(leaf) or ()))
     return _Draw(residual, weight, evaluate(region, axes, given))
 
 

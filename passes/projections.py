@@ -200,9 +200,15 @@ def _from_parameters(node: Node, depth: int = 8) -> bool:
 
 def _stored(weight: Node) -> Node:
     """The weight as `[out_features, K]`: the node under a final transpose, or the operand itself."""
-    if packet(weight) in (aten.permute, aten.t, aten.transpose):
-        return weight.args[0]
-    return weight
+    return weight.args[0] if _turns(weight) else weight
+
+
+def _turns(node: Node) -> bool:
+    """Whether `node` is the transpose of a matrix (and not a permute that changes nothing)."""
+    op = packet(node)
+    if op is aten.permute:
+        return [d % 2 for d in node.args[1]] == [1, 0]
+    return op is aten.t or (op is aten.transpose and (node.args[1] - node.args[2]) % 2 == 1)
 
 
 def _trace(node: Node, inner: int | None) -> tuple[Node, list[Node]]:
@@ -212,6 +218,8 @@ def _trace(node: Node, inner: int | None) -> tuple[Node, list[Node]]:
         op, parent = packet(node), node.args[0]
         keeps = inner is None or ((shape(parent) or (None,))[-1] == inner == (shape(node) or (None,))[-1])
         turns = op is aten.permute and node.args[1][-1] in (len(node.args[1]) - 1, -1)
+        if op in CAST and not is_cast_up(node) and len(node.users) > 1:
+            break  # several read the rounded value: that is the activation
         if not (keeps and is_floating(parent) and (op in VIEW | CAST or turns or op is aten.clone)):
             break
         chain.insert(0, node)
@@ -229,7 +237,7 @@ def _pack_obstacle(group: _Group) -> str | None:
     weights = [linear.weight for linear in group.linears]
     if any(w.op != "placeholder" for w in weights):
         return "a weight is cast, stored transposed or a part of another tensor"
-    if any(packet(_operands(linear.node)[2]) not in (aten.permute, aten.t, aten.transpose) for linear in group.linears):
+    if not all(_turns(_operands(linear.node)[2]) for linear in group.linears):
         return "a weight is stored transposed"
     if len(set(weights)) < len(weights):
         return "two of them share one weight"

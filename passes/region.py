@@ -77,6 +77,11 @@ def shape(node: Node) -> tuple[int | torch.SymInt, ...] | None:
     return tuple(map(_settled, val.shape)) if isinstance(val, torch.Tensor) else None
 
 
+def _is_unsettled(node: Node) -> bool:
+    val = value(node)
+    return isinstance(val, torch.SymInt | torch.SymFloat) and val.node.maybe_as_int() is None
+
+
 def _settled(size: int | torch.SymInt) -> int | torch.SymInt:
     if isinstance(size, int):
         return size
@@ -242,6 +247,12 @@ def _refusal(node: Node, region: Region, allow: Callable[[Node], bool] | None) -
         return "a cast to another kind of number"
     if "rounding_mode" in node.kwargs:
         return "a division that rounds"
+    if op is aten.amax and not all(packet(u) is aten.sub and u.args == (node.args[0], node) for u in node.users):
+        return "a maximum that is not just subtracted from its own operand"
+    if op is aten.linalg_vector_norm and node.args[1:2] not in ((), (2,), (2.0,)):
+        return "another norm than the Euclidean one"
+    if op not in (aten.expand, *RESHAPE) and any(_is_unsettled(p) for p in node.all_input_nodes):
+        return "a number that follows the token count"
     for parent in node.all_input_nodes:
         if parent in region.index or isinstance(value(parent), torch.SymInt) or _is_leaf_chain(parent):
             continue
@@ -346,9 +357,10 @@ def _check_axes(node: Node, op: Any, args: Sequence[Any], axes: TokenAxes) -> No
 
 
 def _refuse_token_axes(source: Node, small: torch.Tensor, dims: Any, axes: TokenAxes) -> None:
-    real = axes.real(shape(source) or ())
+    dims_of_source = shape(source) or ()
+    real = axes.real(dims_of_source)
     if dims is None or (isinstance(dims, list | tuple) and not dims):
         dims = range(len(real))
     for d in dims if isinstance(dims, Iterable) else (dims,):
-        if small.shape[d] != real[d]:
+        if small.shape[d] != real[d] or not isinstance(dims_of_source[d], int):
             raise Unsupported("an operation along the token axes")

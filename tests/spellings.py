@@ -214,7 +214,31 @@ def token_mixing_pre(x: Tensor, p: Site) -> tuple[Tensor, Tensor, Tensor]:
     return torch.sum(pre.unsqueeze(-1) * x.float(), dim=2).to(x.dtype), post, comb
 
 
+def capped_by_maximum(flat: Tensor, p: Site) -> Tensor:
+    """A clamp without `clamp`: it bites only for large logits."""
+    mixes = _mixes(flat, p)
+    return torch.stack([mixes, torch.full_like(mixes, -3.0)], -1).amax(-1)
+
+
+def base_without_sign_pre(x: Tensor, p: Site) -> tuple[Tensor, Tensor, Tensor]:
+    flat = x.flatten(2).float()
+    pre, post, comb = sinkhorn(_mixes(flat, p), p.scale, p.base.square().sqrt(), p.c)
+    return torch.sum(pre.unsqueeze(-1) * x.float(), dim=2).to(x.dtype), post, comb
+
+
+# What a token axis or a size that follows the token count does to `post`: other mathematics at other lengths.
+TOKEN_DEPENDENT: dict[str, Callable[[Tensor], Tensor]] = {
+    "times_length": lambda post: post * post.shape[1],
+    "times_batch": lambda post: post * post.shape[0],
+    "length_minus_four": lambda post: post * (post.shape[1] - 4),
+    "prefix_of_three": lambda post: torch.cat([post[:, :3], post[:, 3:] * 2], 1),
+    "prefix_of_five": lambda post: torch.cat([post[:, :5], post[:, 5:] * 2], 1),
+}
+
+
 NEAR_MISSES: dict[str, Pre] = {
+    "capped_by_a_maximum": _miss(capped_by_maximum),
+    "base_without_its_sign": base_without_sign_pre,
     "epsilon_outside_the_root": _miss(epsilon_outside),
     "clamped_logits": _miss(clamped),
     "activated_logits": _miss(activated),

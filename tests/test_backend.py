@@ -67,6 +67,12 @@ def strategies() -> list[str]:
     return [group.strategy for graph in dsv4_compile.report().graphs for group in graph.projections]
 
 
+@pytest.fixture(autouse=True)
+def no_reports() -> None:
+    """The process keeps 64 reports, so what is counted here starts from none."""
+    sys.modules["dsv4_compile.report"]._reports.clear()
+
+
 def notes() -> str:
     return "; ".join(note for graph in dsv4_compile.report().graphs for note in graph.notes)
 

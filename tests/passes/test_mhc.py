@@ -9,7 +9,17 @@ import torch
 from torch import Tensor, nn
 
 import dsv4_compile
-from tests.spellings import NEAR_MISSES, SPELLINGS, Constants, Stack, deepseek_post, hf_post, hf_pre, raised_post_pre
+from tests.spellings import (
+    NEAR_MISSES,
+    SPELLINGS,
+    TOKEN_DEPENDENT,
+    Constants,
+    Stack,
+    deepseek_post,
+    hf_post,
+    hf_pre,
+    raised_post_pre,
+)
 
 
 def run(module: nn.Module, *inputs: Tensor, **options: object) -> tuple[Tensor, dsv4_compile.GraphReport]:
@@ -135,6 +145,56 @@ def test_symbolic_shapes(name):
     graphs = dsv4_compile.report().graphs
     assert graphs[0].dynamic
     assert [forms(g) for g in graphs] == [["pre", "post_pre", "post"]] * len(graphs), graphs
+
+
+@pytest.mark.parametrize("name", TOKEN_DEPENDENT)
+def test_what_follows_the_token_count_is_kept(name):
+    def pre(x: Tensor, p: object) -> tuple[Tensor, Tensor, Tensor]:
+        y, post, comb = hf_pre(x, p)
+        return y, TOKEN_DEPENDENT[name](post), comb
+
+    torch.manual_seed(0)
+    module = Stack(pre, hf_post)
+    compiled = torch.compile(module, backend="dsv4", options={"compiler": "eager"}, dynamic=True)
+    for shape in [(2, 7), (3, 9), (5, 6)]:
+        x = residual(4, *shape, 4, 64)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x), module(x), rtol=1e-4, atol=1e-4)
+
+
+def test_epsilon_that_was_rounded_to_float32_is_the_epsilon():
+    """`F.rms_norm` writes its epsilon as a float32."""
+
+    class Mixed(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            y, post, comb = self.pre(x, self.sites[0])
+            y = torch.nn.functional.rms_norm(y, (64,), self.sites[0].norm_weight, 1e-5)
+            return self.post(self.layers[0](y), x, post, comb)
+
+    torch.manual_seed(0)
+    module = Mixed(hf_pre, hf_post, constants=Constants(rms_eps=1e-5))
+    x = residual(4, 2, 5, 4, 64)
+    out, graph = run(module, x)
+    assert [(s.form, s.norm_fused) for s in graph.mhc] == [("pre", True), ("post", False)]
+    with torch.no_grad():
+        torch.testing.assert_close(out, module(x), rtol=1e-4, atol=1e-5)
+
+
+def test_post_behind_an_unknown_pre_is_replaced_alone_and_said():
+    class Split(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            flat = x.flatten(2)
+            mixes = torch.cat([torch.nn.functional.linear(flat, w * 2) for w in self.sites[0].fn.chunk(24)], -1)
+            return self.post(x[..., 0, :], x, mixes[..., :4].sigmoid(), mixes[..., 8:].unflatten(-1, (4, 4)))
+
+    torch.manual_seed(0)
+    module = Split(hf_pre, hf_post)
+    x = residual(4, 2, 5, 4, 64)
+    out, graph = run(module, x)
+    assert forms(graph) == ["post"]
+    assert graph.missed
+    with torch.no_grad():
+        torch.testing.assert_close(out, module(x), rtol=1e-4, atol=1e-5)
 
 
 def test_residual_between_post_and_pre_may_have_other_readers():

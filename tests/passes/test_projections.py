@@ -170,6 +170,60 @@ def test_odd_weights(strategy):
         assert "transposed" in graph.projections[0].reason
 
 
+@pytest.mark.parametrize("strategy", ["pack", "streams", "serial"])
+def test_permute_that_changes_nothing_is_not_a_transpose(strategy):
+    class Same(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.randn(32, 32)), nn.Parameter(torch.randn(32, 32))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x @ self.a.permute(0, 1), x @ self.b.movedim(0, 0)
+
+    module, x = Same(), torch.randn(5, 32)
+    out, _ = run(module, x, projections=strategy)
+    with torch.no_grad():
+        for a, b in zip(out, module(x), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_inputs_of_the_user_are_not_moved():
+    class Backwards(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(8, 32))
+
+        def forward(self, y: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+            return self.w @ y.t(), self.w @ z.t()
+
+    module, y, z = Backwards(), torch.randn(5, 32), torch.randn(6, 32)
+    addresses = y.data_ptr(), z.data_ptr()
+    out, graph = run(module, y, z)
+    assert (y.data_ptr(), z.data_ptr()) == addresses
+    assert all(group.strategy != "pack" for group in graph.projections)
+    with torch.no_grad():
+        for a, b in zip(out, module(y, z), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_linears_of_a_rounded_activation_are_a_group():
+    class Rounded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = (nn.Linear(32, 8, bias=False, dtype=torch.bfloat16) for _ in range(2))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = (x * x).bfloat16()
+            return self.a(h), self.b(h)
+
+    module, x = Rounded(), torch.randn(2, 5, 32)
+    out, graph = run(module, x)
+    assert names(graph) == [["a", "b"]]
+    with torch.no_grad():
+        for a, b in zip(out, module(x), strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize("first", ["read", "write"])
 @pytest.mark.parametrize("through", ["tensor", "view"])
 @pytest.mark.parametrize("strategy", ["pack", "streams", "serial"])
