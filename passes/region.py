@@ -238,6 +238,20 @@ def grow(seeds: Sequence[Node], order: dict[Node, int], allow: Callable[[Node], 
 def _refusal(node: Node, region: Region, allow: Callable[[Node], bool] | None) -> str | None:
     if node.op == "output":
         return ""
+    why = _unfit(node)
+    if why is not None:
+        return why
+    for parent in node.all_input_nodes:
+        if parent in region.index or isinstance(value(parent), torch.SymInt) or _is_leaf_chain(parent):
+            continue
+        return ""
+    if packet(node) in PRODUCT and allow is not None and not allow(node):
+        return ""
+    return None
+
+
+def _unfit(node: Node) -> str | None:
+    """Why the operation of `node` is not analytic, whether it works on activations or on parameters."""
     op = packet(node)
     if op is operator.getitem:
         return None
@@ -253,19 +267,13 @@ def _refusal(node: Node, region: Region, allow: Callable[[Node], bool] | None) -
         return "another norm than the Euclidean one"
     if op not in (aten.expand, *RESHAPE) and any(_is_unsettled(p) for p in node.all_input_nodes):
         return "a number that follows the token count"
-    for parent in node.all_input_nodes:
-        if parent in region.index or isinstance(value(parent), torch.SymInt) or _is_leaf_chain(parent):
-            continue
-        return ""
-    if op in PRODUCT and allow is not None and not allow(node):
-        return ""
     return None
 
 
 def _is_leaf_chain(node: Node, depth: int = 8) -> bool:
     if is_leaf(node):
         return is_floating(node)
-    if depth == 0 or packet(node) not in ANALYTIC | {operator.getitem} or packet(node) in PRODUCT:
+    if depth == 0 or node.op != "call_function" or packet(node) in PRODUCT or _unfit(node) is not None:
         return False
     return all(_is_leaf_chain(p, depth - 1) for p in node.all_input_nodes)
 

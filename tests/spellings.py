@@ -220,10 +220,14 @@ def capped_by_maximum(flat: Tensor, p: Site) -> Tensor:
     return torch.stack([mixes, torch.full_like(mixes, -3.0)], -1).amax(-1)
 
 
-def base_without_sign_pre(x: Tensor, p: Site) -> tuple[Tensor, Tensor, Tensor]:
-    flat = x.flatten(2).float()
-    pre, post, comb = sinkhorn(_mixes(flat, p), p.scale, p.base.square().sqrt(), p.c)
-    return torch.sum(pre.unsqueeze(-1) * x.float(), dim=2).to(x.dtype), post, comb
+def _with_base(change: Callable[[Tensor], Tensor]) -> Pre:
+    """DeepSeek's spelling with the base changed."""
+
+    def pre(x: Tensor, p: Site) -> tuple[Tensor, Tensor, Tensor]:
+        gates = sinkhorn(_mixes(x.flatten(2).float(), p), p.scale, change(p.base), p.c)
+        return torch.sum(gates[0].unsqueeze(-1) * x.float(), dim=2).to(x.dtype), gates[1], gates[2]
+
+    return pre
 
 
 # What a token axis or a size that follows the token count does to `post`: other mathematics at other lengths.
@@ -238,7 +242,9 @@ TOKEN_DEPENDENT: dict[str, Callable[[Tensor], Tensor]] = {
 
 NEAR_MISSES: dict[str, Pre] = {
     "capped_by_a_maximum": _miss(capped_by_maximum),
-    "base_without_its_sign": base_without_sign_pre,
+    "base_without_its_sign": _with_base(lambda base: base.square().sqrt()),
+    "base_cut_to_whole_numbers": _with_base(lambda base: base.int().float()),
+    "base_capped_by_a_maximum": _with_base(lambda base: torch.stack([base, base * 0 - 0.5], -1).amax(-1)),
     "epsilon_outside_the_root": _miss(epsilon_outside),
     "clamped_logits": _miss(clamped),
     "activated_logits": _miss(activated),
