@@ -174,9 +174,7 @@ def _fill(graph: GraphReport, collected: Collected, seconds: float, options: Opt
     graph.nodes, graph.dynamic = collected.nodes, collected.dynamic
     graph.seconds = {**collected.seconds, options.compiler: max(0.0, seconds - sum(collected.seconds.values()))}
     for result in collected.results:
-        graph.mhc += result.mhc
-        graph.projections += result.projections
-        graph.missed += result.missed
+        graph.add(result)
     kind = "compiled" if options.compiler == "inductor" else "eager"
     graph.pieces = [Piece("piece_0", key[:16], 0, kind, "the graph is one piece in this release", graph.nodes)]
 
@@ -184,8 +182,7 @@ def _fill(graph: GraphReport, collected: Collected, seconds: float, options: Opt
 def _settle(report: CompileReport, graph: GraphReport, collected: Collected, options: Options) -> None:
     """Records where something else happened than was asked for."""
     for result in collected.results:
-        for option, value, reason in result.effective:
-            report.effective[option] = {"value": value, "reason": reason}
+        report.fell_back(result)
     if options.mhc == "auto" and graph.mhc and not isinstance(report.effective["mhc"], Mapping):
         family = graph.mhc[0].kernel
         report.effective["mhc"] = {"value": family, "reason": f"the family for {report.device}"}

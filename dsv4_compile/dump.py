@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch.fx import Graph
 
+from dsv4_compile.files import write_atomically
 from dsv4_compile.report import CompileReport
 
 __all__ = ["Writer", "write_report"]
@@ -43,10 +42,6 @@ def write_report(folder: str, report: CompileReport) -> None:
 
 def _write(path: Path, text: str) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.replace(name, path)
+        write_atomically(path, text)
     except OSError as error:
         logger.warning("The dump could not be written: %s.", error)

@@ -10,8 +10,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from dsv4_compile.files import write_atomically
 from dsv4_compile.kernels.linear import packing
 from dsv4_compile.options import Options
 from dsv4_compile.passes.pipeline import Collected, source_hash
@@ -61,12 +60,7 @@ def remember(key: str, collected: Collected) -> None:
         "results": [dataclasses.asdict(r) for r in collected.results],
     }
     try:
-        folder = _folder()
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=folder)
-        with os.fdopen(handle, "w") as file:
-            json.dump(record, file)
-        os.replace(name, folder / f"{key}.json")
+        write_atomically(_folder() / f"{key}.json", json.dumps(record))
     except OSError as error:
         logger.info("The findings of the passes were not kept: %s", error)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dsv4_compile.passes.sites import LinearInfo, MhcSite, Missed, ProjectionGroup
+from dsv4_compile.passes.sites import LinearInfo, MhcSite, Missed, PassResult, ProjectionGroup
 
 __all__ = ["CompileReport", "CudaGraphs", "GraphReport", "Piece", "new_report", "report", "reports"]
 
@@ -61,6 +61,12 @@ class GraphReport:
     cudagraphs: CudaGraphs = field(default_factory=CudaGraphs)
     notes: list[str] = field(default_factory=list)
 
+    def add(self, result: PassResult) -> None:
+        """Takes up what one pass did."""
+        self.mhc += result.mhc
+        self.projections += result.projections
+        self.missed += result.missed
+
 
 @dataclass
 class CompileReport:
@@ -72,6 +78,11 @@ class CompileReport:
     requested: dict[str, Any]
     effective: dict[str, Any]
     graphs: list[GraphReport] = field(default_factory=list)
+
+    def fell_back(self, result: PassResult) -> None:
+        """Takes up where something else runs than was asked for."""
+        for option, value, reason in result.effective:
+            self.effective[option] = {"value": value, "reason": reason}
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe. `effective` maps an option to its value, or to {"value", "reason"} where it differs."""

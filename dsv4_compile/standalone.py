@@ -18,11 +18,8 @@ def _report(collected: Collected) -> None:
     report = new_report(collected.device, asked, dict(asked))
     graph = GraphReport(id="0", nodes=collected.nodes, dynamic=collected.dynamic, seconds=collected.seconds)
     for result in collected.results:
-        graph.mhc += result.mhc
-        graph.projections += result.projections
-        graph.missed += result.missed
-        for option, value, reason in result.effective:
-            report.effective[option] = {"value": value, "reason": reason}
+        graph.add(result)
+        report.fell_back(result)
     report.graphs.append(graph)
 
 

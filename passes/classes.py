@@ -89,6 +89,13 @@ def narrowest(node: Node, members: set[Node]) -> torch.dtype:
     return best
 
 
+def precision(region: Region, outputs: Carriers) -> torch.dtype:
+    """The dtype an output has to be computed in: the most precise that leaves its class."""
+    members = outputs.nodes(region)
+    exits = leaving(region, members) or members[-1:]
+    return max((narrowest(e, set(members)) for e in exits), key=lambda d: torch.finfo(d).bits)
+
+
 def same_shape(node: Node, dims: Sequence[int | torch.SymInt]) -> bool:
     """Whether the shape of `node` is `dims`, symbol by symbol."""
     own = shape(node)

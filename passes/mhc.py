@@ -9,6 +9,7 @@ The first `hc_pre` and the last `hc_post` become `dsv4::mhc_pre` and `dsv4::mhc_
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from torch.fx import Graph, Node
 
 from dsv4_compile.kernels.mhc import families
 from dsv4_compile.passes import mhc_post, mhc_pre
-from dsv4_compile.passes.classes import Carriers, leaving, narrowest, same_shape
+from dsv4_compile.passes.classes import Carriers, leaving, precision, same_shape
 from dsv4_compile.passes.emission import call, cast, item, reshape_rows, transpose
 from dsv4_compile.passes.mhc_post import PostMatch
 from dsv4_compile.passes.mhc_pre import PreMatch
@@ -171,11 +172,8 @@ class _Rewrite:
         self._put(pre, x, post, comb)
 
     def _post(self, match: PostMatch, pre: PreMatch | None) -> None:
-        results = match.out.nodes(match.region)
-        exits = leaving(match.region, results) or results[-1:]
-        members = set(results)
-        dtype = max((narrowest(e, members) for e in exits), key=lambda d: torch.finfo(d).bits)
-        first = results[0]
+        dtype = precision(match.region, match.out)
+        first = match.out.nodes(match.region)[0]
         with self.graph.inserting_before(first):
             inputs = self._post_inputs(match)
             if pre is None:
@@ -215,10 +213,7 @@ class _Rewrite:
     def _parameters(self, pre: PreMatch, before: Node) -> tuple[tuple[Any, ...], torch.dtype]:
         """The operator's arguments from `fn` to `norm_eps`, and the dtype of the layer's input."""
         fused = id(pre) in self._normed
-        outputs = pre.normed if fused else pre.collapsed
-        members = outputs.nodes(pre.region)
-        exits = leaving(pre.region, members) or members[-1:]
-        dtype = max((narrowest(e, set(members)) for e in exits), key=lambda d: torch.finfo(d).bits)
+        dtype = precision(pre.region, pre.normed if fused else pre.collapsed)
         weight = pre.norm_weight if fused else None
         for leaf in (pre.fn, pre.scale, pre.base, weight):
             if leaf is not None and leaf.op == "get_attr" and self.order[leaf] > self.order[before]:
@@ -267,7 +262,7 @@ class _Rewrite:
         regions = [*(p.region for p in pres), *(p.region for p in posts)]
         dead = {n for region in regions for n in region.nodes if n.op == "call_function"}
         for node in sorted(dead, key=self.order.__getitem__, reverse=True):
-            if not node.users and (packet(node) in ANALYTIC or packet(node).__name__ == "getitem"):
+            if not node.users and (packet(node) in ANALYTIC or packet(node) is operator.getitem):
                 self.graph.erase_node(node)
         for node in reversed(list(self.graph.nodes)):
             if not node.users and node.meta.get("dsv4_helper"):

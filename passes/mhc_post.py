@@ -21,7 +21,7 @@ from torch.fx import Graph, Node
 from dsv4_compile.kernels.mhc import reference
 from dsv4_compile.passes.axes import TokenAxes, Unsupported
 from dsv4_compile.passes.classes import Carriers, carriers, same_shape
-from dsv4_compile.passes.mhc_pre import PreMatch
+from dsv4_compile.passes.mhc_pre import STREAMS, PreMatch
 from dsv4_compile.passes.region import (
     ANALYTIC,
     CAST,
@@ -40,7 +40,6 @@ from dsv4_compile.passes.region import (
 
 __all__ = ["PostMatch", "find"]
 
-_STREAMS = range(2, 9)
 _PASSIVE = VIEW | CAST | LAYOUT
 _MOVES = VIEW | {aten.permute, aten.transpose, aten.t, aten.clone, aten.expand}
 _DRAWS = 2
@@ -132,7 +131,7 @@ def _pairs(first: Node, second: Node) -> Iterator[tuple[Node, Node]]:
     for residual in reversed(list(_chain(second))):
         dims = shape(residual) or ()
         # Only sizes that are ints already: to compare a symbol would put a guard on it.
-        if len(dims) < 2 or not all(isinstance(d, int) for d in dims[-2:]) or dims[-2] not in _STREAMS or dims[-1] < 2:
+        if len(dims) < 2 or not all(isinstance(d, int) for d in dims[-2:]) or dims[-2] not in STREAMS or dims[-1] < 2:
             continue
         want = (*dims[:-1], dims[-2])
         comb = next((c for c in reversed(combs) if same_shape(c, want)), None)

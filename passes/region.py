@@ -52,6 +52,7 @@ POINTWISE = _packets(
     "add sub rsub mul div neg reciprocal rsqrt sqrt exp exp2 log sigmoid tanh pow square addcmul addcdiv scalar_tensor"
 )
 REDUCTION = _packets("sum mean amax _softmax _log_softmax logsumexp linalg_vector_norm var")
+CUT = _packets("select slice split split_with_sizes unbind")
 PRODUCT = _packets("mm bmm addmm baddbmm mv dot")
 ANALYTIC = CAST | VIEW | LAYOUT | POINTWISE | REDUCTION | PRODUCT
 
@@ -109,11 +110,9 @@ def is_cast_up(node: Node) -> bool:
     return torch.promote_types(source, target) == target
 
 
-def strip(node: Node, through: Callable[[Node], bool] | None = None) -> Node:
-    """Walks up through views and lossless casts (and nodes `through` accepts) to where the value was made."""
-    while node.op == "call_function" and (
-        packet(node) in VIEW or is_cast_up(node) or (through is not None and through(node))
-    ):
+def strip(node: Node) -> Node:
+    """Walks up through views and lossless casts to where the value was made."""
+    while node.op == "call_function" and (packet(node) in VIEW or is_cast_up(node)):
         parent = node.args[0]
         if not isinstance(parent, Node) or not is_floating(parent):
             break
@@ -338,8 +337,6 @@ def _run(node: Node, env: dict[Node, Any], axes: TokenAxes) -> Any:
     kwargs = {k: v for k, v in node.kwargs.items() if k not in ("dtype", "memory_format", "layout", "device")}
     if op in (aten._softmax, aten._log_softmax):
         args = (*args[:2], False)
-    if any(isinstance(a, torch.SymInt) for a in args):
-        args = tuple(axes.integer(a) if isinstance(a, torch.SymInt) else a for a in args)
     return node.target(*args, **kwargs)
 
 
@@ -350,15 +347,14 @@ def _check_axes(node: Node, op: Any, args: Sequence[Any], axes: TokenAxes) -> No
         if op is aten.linalg_vector_norm and len(args) > 2:
             dims = args[2]
         _refuse_token_axes(node.args[0], args[0], dims, axes)
-    elif op in _packets("select slice split split_with_sizes unbind"):
+    elif op in CUT:
         position = {aten.select: 1, aten.slice: 1, aten.unbind: 1}.get(op, 2)
         dim = node.kwargs.get("dim", args[position] if len(args) > position else 0)
         _refuse_token_axes(node.args[0], args[0], dim, axes)
-    elif op in _packets("cat stack"):
+    elif op is aten.cat:
         dim = node.kwargs.get("dim", args[1] if len(args) > 1 else 0)
         for source, small in zip(node.args[0], args[0], strict=True):
-            if op is aten.cat:
-                _refuse_token_axes(source, small, dim, axes)
+            _refuse_token_axes(source, small, dim, axes)
     elif op in PRODUCT:
         first = 1 if op in (aten.addmm, aten.baddbmm) else 0
         _refuse_token_axes(node.args[first], args[first], -1, axes)
