@@ -10,6 +10,7 @@ import contextvars
 import functools
 import hashlib
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch.fx import Graph, Node
 
+from dsv4_compile.lowering import call_directly
 from dsv4_compile.passes.sites import Missed, PassResult
 
 __all__ = ["Collected", "GraphPass", "GraphPasses", "PassError", "collecting", "source_hash"]
@@ -140,6 +142,8 @@ class GraphPasses:
         collected.nodes = max(collected.nodes, len(graph.nodes))
         collected.dynamic |= any(_is_symbolic(n) for n in graph.nodes if n.op == "placeholder")
         collected.device = next((_device(n) for n in graph.nodes if _device(n) not in ("", "cpu")), "cpu")
+        if "torch._inductor.lowering" in sys.modules:
+            call_directly()
         if self.observe is not None:
             self.observe("before", graph)
         for graph_pass in self.passes:

@@ -101,6 +101,20 @@ def test_reduce_overhead_replays_are_right(projections):
             assert distance(a, b) < 1e-5
 
 
+def test_generation_equals_eager_token_for_token():
+    """64 greedy tokens with transformers' cache and every layer type; the prompt ends inside a window."""
+    model = deepseek(hidden=64, rates=(2, 2)).cuda()
+    ids = torch.randint(0, model.config.vocab_size, (1, 5), generator=torch.Generator().manual_seed(1)).cuda()
+    arguments = {"max_new_tokens": 64, "do_sample": False}
+    expected = model.generate(ids, **arguments)
+    model.forward = torch.compile(model.forward, backend="dsv4", options={"compiler": "eager"})
+    with torch._dynamo.config.patch(recompile_limit=64):
+        assert torch.equal(model.generate(ids, **arguments), expected)
+    graphs = dsv4_compile.report().graphs
+    assert all({site.kernel for site in graph.mhc} == {"triton"} for graph in graphs)
+    assert all(len(graph.mhc) == 2 * model.config.num_hidden_layers + 1 for graph in graphs)
+
+
 @pytest.mark.parametrize("strategy", ["pack", "streams"])
 def test_other_current_stream(strategy):
     model = deepseek(hidden=64).cuda()

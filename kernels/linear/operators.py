@@ -18,13 +18,15 @@ from dsv4_compile.kernels.linear import packing
 __all__ = ["packed_linear", "parallel_linear"]
 
 _library = torch.library.Library("dsv4", "FRAGMENT")
+# flexible_layout: any strides will do, so Inductor need not copy an input into its eager layout.
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 _library.define(
     "parallel_linear(Tensor x, Tensor[] weights, Tensor?[] biases, int[] streams, int max_tokens=1024) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    tags=_TAGS,
 )
 _library.define(
     "packed_linear(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    tags=_TAGS,
 )
 
 
@@ -262,3 +264,4 @@ for _name, _run, _fake, _composed in (
     torch.library.register_fake(f"dsv4::{_name}", _fake, lib=_library)
     _operator = getattr(torch.ops.dsv4, _name).default
     _library.impl(_name, _with_autograd(_operator, _composed), "Autograd", with_keyset=True)
+    _operator.direct = _run  # for compiled code, see `dsv4_compile/lowering.py`

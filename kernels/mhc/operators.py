@@ -81,31 +81,37 @@ def _require_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> No
 
 
 def _mhc_pre(residual: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *rest, kernel = arguments
-    _require_pre(residual, *rest[:4])
-    return families.run("mhc_pre", kernel, residual, (residual, *rest))
+    _require_pre(residual, *arguments[:4])
+    return _direct_pre(residual, *arguments)
 
 
-def _mhc_post(
-    x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, residual_dtype: torch.dtype, kernel: str
-) -> Tensor:
+def _mhc_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, *arguments: Any) -> Tensor:
     _require_post(x, residual, post, comb)
-    return families.run("mhc_post", kernel, residual, (x, residual, post, comb, residual_dtype))
+    return _direct_post(x, residual, post, comb, *arguments)
 
 
 def _mhc_post_pre(
     x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *rest, residual_dtype, out_dtype, kernel = arguments
     _require_post(x, residual, post, comb)
-    _require_pre(residual, *rest[:4])
-    return families.run(
-        "mhc_post_pre",
-        kernel,
-        residual,
-        (x, residual, post, comb, *rest, residual_dtype, out_dtype),
-        wide=residual_dtype is torch.float64,
-    )
+    _require_pre(residual, *arguments[:4])
+    return _direct_post_pre(x, residual, post, comb, *arguments)
+
+
+# The same for compiled code (`dsv4_compile/lowering.py`), whose shapes have been checked when it was traced.
+
+
+def _direct_pre(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return families.run("mhc_pre", arguments[-1], arguments[0], arguments[:-1])
+
+
+def _direct_post(*arguments: Any) -> Tensor:
+    return families.run("mhc_post", arguments[-1], arguments[1], arguments[:-1])
+
+
+def _direct_post_pre(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    wide = arguments[-3] is torch.float64
+    return families.run("mhc_post_pre", arguments[-1], arguments[1], arguments[:-1], wide=wide)
 
 
 def _fake_pre(residual: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -136,6 +142,8 @@ _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callab
     "mhc_post_pre": (_mhc_post_pre, _fake_post_pre, reference.mhc_post_pre),
 }
 
+_DIRECT = {"mhc_pre": _direct_pre, "mhc_post": _direct_post, "mhc_post_pre": _direct_post_pre}
+
 
 def _register() -> torch.library.Library:
     """Define the operators that are not there yet: a second import of this module finds them all and adds nothing."""
@@ -150,6 +158,7 @@ def _register() -> torch.library.Library:
         torch.library.register_fake(f"dsv4::{name}", fake, lib=library)
         recompute = gradients.kernel(getattr(torch.ops.dsv4, name).default, implementation, function)
         library.impl(name, recompute, "Autograd", with_keyset=True)
+        getattr(torch.ops.dsv4, name).default.direct = _DIRECT[name]
     return library
 
 
