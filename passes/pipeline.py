@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch.fx import Graph, Node
 
-from dsv4_compile.lowering import call_directly
+from dsv4_compile.kernels.lowering import call_directly
 from dsv4_compile.passes.sites import Missed, PassResult
 
 __all__ = ["Collected", "GraphPass", "GraphPasses", "PassError", "collecting", "source_hash"]
@@ -76,7 +76,9 @@ def source_hash() -> str:
     from dsv4_compile.kernels import linear
 
     folders = (Path(__file__).parent, Path(linear.__file__).parent.parent)
-    for path in sorted(p for folder in folders for p in folder.rglob("*") if p.suffix in (".py", ".cpp")):
+    for path in sorted(
+        p for folder in folders for p in folder.rglob("*") if p.suffix in (".py", ".cpp", ".cu", ".cuh")
+    ):
         digest.update(path.name.encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()

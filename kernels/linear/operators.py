@@ -264,4 +264,4 @@ for _name, _run, _fake, _composed in (
     torch.library.register_fake(f"dsv4::{_name}", _fake, lib=_library)
     _operator = getattr(torch.ops.dsv4, _name).default
     _library.impl(_name, _with_autograd(_operator, _composed), "Autograd", with_keyset=True)
-    _operator.direct = _run  # for compiled code, see `dsv4_compile/lowering.py`
+    _operator.direct = _run  # for compiled code, see `kernels/lowering.py`

@@ -24,9 +24,9 @@ __all__ = ["FAMILIES", "WISHES", "forget", "resolve", "run"]
 
 logger = logging.getLogger("dsv4_compile.kernels")
 
-FAMILIES = ("tilelang", "triton", "cpp", "reference")
+FAMILIES = ("tilelang", "triton", "cuda", "cpp", "reference")
 WISHES = ("auto", *FAMILIES)
-BEST = {"cuda": ("triton", "reference"), "cpu": ("cpp", "reference")}
+BEST = {"cuda": ("cuda", "triton", "reference"), "cpu": ("cpp", "reference")}
 
 # (wish, device, n, hidden, dtype) decide, so a call looks its family up instead of working it out.
 Key = tuple[str, torch.device, int, int, torch.dtype]

@@ -98,7 +98,7 @@ def _mhc_post_pre(
     return _direct_post_pre(x, residual, post, comb, *arguments)
 
 
-# The same for compiled code (`dsv4_compile/lowering.py`), whose shapes have been checked when it was traced.
+# The same for compiled code (`kernels/lowering.py`), whose shapes have been checked when it was traced.
 
 
 def _direct_pre(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = {"dsv4_compile": "dsv4_compile", "kernels": "dsv4_compile/kernels", "passes": "dsv4_compile/passes"}
-PACKAGED = {".py", ".cpp", ".typed"}
+PACKAGED = {".py", ".cpp", ".cu", ".cuh", ".typed"}
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,263 @@
+"""mHC on NVIDIA GPUs in one launch of CUDA C++: `mhc.cu`, compiled by NVRTC for each plan that is used.
+
+The blocks of a launch come in tiles of 16 tokens or more. For each tile there are
+
+- producers, one for each slice of the hidden axis. They mix the slice's columns (`post`), and from the rows still in
+  registers compute the slice's part of the dot products with `fn` and of the sum of squares, which go to a workspace;
+- consumers, which wait until the producers of their tile have arrived at a counter. One for each token collapses the
+  streams and normalises the row; one for a few tokens computes `post` and `comb` (Sinkhorn in the registers of one
+  thread), which the collapse does not need.
+
+Producers never wait and have the lower block numbers, so consumers cannot keep them from running. A counter is left as
+it was found, at zero (`arrive` in mhc.cu says how): no launch clears anything, and nothing is added atomically but
+arrivals, so results are deterministic.
+
+Few tokens: `fn` (1.6 MB at hidden 4096) is read once for 16 of them, through all multiprocessors, and a collapsing
+block mixes its token's streams itself before it waits (`ahead`), so that only the sums are left to do afterwards. Many
+tokens: producers write the new residual, and the consumers of `lag` tiles before read it from L2, so that about
+`20 * D` bytes a token go through memory.
+
+Numbers: float32 throughout. The dot products run on tensor cores in tf32, where a bfloat16 or float16 residual is exact
+and `fn` is the sum of two tf32 numbers: an error of about 2^-22 of each product. A float32 residual is such a sum as
+well, and three of the four products are added. A row's result depends on the other rows only through the plan, which
+steps at the token counts in `PLANS`; with one plan for all (`deterministic`) it does not depend on them at all.
+
+Serves float32, bfloat16 and float16 residuals of 2 to 8 streams whose hidden size is a multiple of 8 and at most
+`MAX_HIDDEN`, on compute capability 8.0 and newer. Shapes and formulas: `reference.py`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import struct
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_compile.kernels.mhc import counters
+from dsv4_compile.kernels.mhc.cuda.compilation import NORMAL_EPS, TYPES, Variant, bindings, check, kernel, token_bytes
+from dsv4_compile.kernels.mhc.cuda.plans import PLANS, WARPS, Plan, plan_for
+
+__all__ = ["PLANS", "Plan", "mhc_post", "mhc_post_pre", "mhc_pre", "refusal"]
+
+STREAMS = range(2, 9)
+# A consumer holds a row of each stream in registers.
+MAX_HIDDEN = 8192
+CAPABILITY = (8, 0)  # tf32
+# `struct Arguments` of launch.cuh.
+ARGUMENTS = struct.Struct("=14q q 5f 4x")
+
+
+def refusal(device: torch.device, n: int, hidden: int, dtype: torch.dtype) -> str | None:
+    """Why this family cannot serve a `[..., n, hidden]` residual of `dtype` on `device`, or None when it can."""
+    if device.type != "cuda":
+        return f"it runs on CUDA and the tensors are on {device.type}"
+    if dtype not in TYPES:
+        return f"it computes in float32 and the residual is {dtype}"
+    if n not in STREAMS:
+        return f"it is written for {STREAMS.start} to {STREAMS.stop - 1} streams and there are {n}"
+    if hidden % 8 or not 8 <= hidden <= MAX_HIDDEN:
+        return f"it is written for hidden sizes that are multiples of 8 up to {MAX_HIDDEN} and this one is {hidden}"
+    if not torch.cuda.is_available():
+        return "this torch finds no CUDA device"
+    if torch.version.hip is not None:
+        return "it is CUDA C++ and this torch is built for ROCm"
+    if torch.cuda.get_device_capability(device) < CAPABILITY:
+        return f"{torch.cuda.get_device_name(device)} has no tf32 tensor cores"
+    try:
+        bindings()
+    except Exception as error:
+        return f"NVRTC could not be loaded ({type(error).__name__}: {error})"
+    counters.prepare(device)
+    return None
+
+
+def _ready(tensor: Tensor, types: tuple[torch.dtype, ...] = tuple(TYPES)) -> Tensor:
+    """`tensor` contiguous, on a 16-byte boundary and in one of `types`."""
+    if tensor.dtype not in types:
+        tensor = tensor.to(torch.float32)
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+_FLOAT = (torch.float32,)
+
+
+@functools.lru_cache(maxsize=16384)
+def _variant(
+    tokens: int,
+    plan: Plan | None,
+    n: int,
+    hidden: int,
+    logits: int,
+    iters: int,
+    dtypes: tuple[torch.dtype, ...],
+    has_post: bool,
+    has_norm: bool,
+    denormal: bool,
+) -> Variant:
+    types = tuple(TYPES[dtype] for dtype in dtypes)
+    plan = plan or plan_for(tokens, n, hidden, token_bytes(n, types, has_post))
+    return Variant(plan, n, hidden, logits, iters, types, has_post, has_norm, denormal)
+
+
+def _run(
+    residual: Tensor,
+    mixing: tuple[Tensor, Tensor, Tensor, Tensor] | None,
+    weights: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    iters: int,
+    constants: tuple[float, float, float, float, float],
+    out_dtype: torch.dtype,
+    plan: Plan | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`pre` of the streams that `post` makes of `residual`, or of `residual` itself.
+
+    `mixing`: x, post, comb and the new residual, which is filled. `weights`: fn, scale, base, norm weight.
+    """
+    *lead, n, hidden = residual.shape
+    device = residual.device
+    layer_input = torch.empty((*lead, hidden), dtype=out_dtype, device=device)
+    new_post = torch.empty((*lead, n), dtype=torch.float32, device=device)
+    new_comb = torch.empty((*lead, n, n), dtype=torch.float32, device=device)
+    tokens = math.prod(lead)
+    if tokens == 0:
+        return layer_input, new_post, new_comb
+    fn, scale, base, norm_weight = weights
+    residual, fn = _ready(residual), _ready(fn)
+    scale, base = _ready(scale), _ready(base)
+    if scale.dtype is not base.dtype:
+        scale, base = scale.float(), base.float()
+    norm_weight = None if norm_weight is None else _ready(norm_weight)
+    x = old_post = old_comb = new_residual = None
+    if mixing is not None:
+        x, old_post, old_comb, new_residual = mixing
+        x, old_post, old_comb = _ready(x), _ready(old_post, _FLOAT), _ready(old_comb, _FLOAT)
+    dtypes = (
+        residual.dtype,
+        residual.dtype if new_residual is None else new_residual.dtype,
+        residual.dtype if x is None else x.dtype,
+        fn.dtype,
+        base.dtype,
+        torch.float32 if norm_weight is None else norm_weight.dtype,
+        out_dtype,
+    )
+    logits = base.numel()
+    denormal = constants[2] < NORMAL_EPS
+    variant = _variant(tokens, plan, n, hidden, logits, iters, dtypes, x is not None, norm_weight is not None, denormal)
+    plan = variant.plan
+    index = device.index
+    slices = plan.slices(n, hidden)
+    tiles = -(-tokens // plan.tile)
+    rows = min(tokens, plan.tile)
+    of_tile = slices if plan.combined else slices + -(-rows // plan.tokens) + -(-rows // plan.together)
+    blocks = (tiles + plan.lag) * of_tile
+    with torch.cuda.device(index):
+        partials = torch.empty(tokens * slices * (-(-(logits + 1) // 8) * 8), dtype=torch.float32, device=device)
+        arguments = (
+            x, residual, old_post, old_comb, fn, scale, base, norm_weight, new_residual, layer_input, new_post,
+            new_comb, partials, counters.zeros(tiles, device),
+        )  # fmt: skip
+        addresses = (0 if tensor is None else tensor.data_ptr() for tensor in arguments)
+        packed = ARGUMENTS.pack(*addresses, tokens, *constants)
+        _launch(kernel(variant, index), index, blocks, variant.shared_bytes, packed)
+    return layer_input, new_post, new_comb
+
+
+def _launch(function: Any, device: int, blocks: int, shared_bytes: int, arguments: bytes) -> None:
+    """Launch on the current stream; the blocks may start while the launch before ends, and wait for that themselves."""
+    driver, _ = bindings()
+    buffer = ctypes.create_string_buffer(arguments, len(arguments))
+    parameters = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
+    config = _config(device, blocks, shared_bytes, torch._C._cuda_getCurrentRawStream(device))
+    check(driver.cuLaunchKernelEx(config, function, ctypes.addressof(parameters), 0))
+
+
+@functools.lru_cache(maxsize=1024)
+def _config(device: int, blocks: int, shared_bytes: int, stream: int) -> Any:
+    driver, _ = bindings()
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = WARPS * 32, 1, 1
+    config.sharedMemBytes = shared_bytes
+    config.hStream = stream
+    if torch.cuda.get_device_capability(device) >= (9, 0):
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.attrs = [attribute]
+        config.numAttrs = 1
+    else:
+        config.numAttrs = 0
+    return config
+
+
+def mhc_pre(
+    residual: Tensor,
+    fn: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    norm_weight: Tensor | None,
+    iters: int,
+    rms_eps: float,
+    pre_eps: float,
+    sinkhorn_eps: float,
+    post_mult: float,
+    norm_eps: float,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`reference.mhc_pre`; outputs contiguous."""
+    constants = (rms_eps, pre_eps, sinkhorn_eps, post_mult, norm_eps)
+    return _run(residual, None, (fn, scale, base, norm_weight), iters, constants, out_dtype)
+
+
+def mhc_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, residual_dtype: torch.dtype) -> Tensor:
+    """`reference.mhc_post`; output contiguous."""
+    n, hidden = residual.shape[-2:]
+    new_residual = torch.empty(residual.shape, dtype=residual_dtype, device=residual.device)
+    tokens = math.prod(residual.shape[:-2])
+    if tokens == 0:
+        return new_residual
+    x, residual = _ready(x), _ready(residual)
+    post, comb = _ready(post, _FLOAT), _ready(comb, _FLOAT)
+    dtypes = (residual.dtype, residual_dtype, x.dtype, *_FLOAT * 4)
+    types = tuple(TYPES[dtype] for dtype in dtypes)
+    variant = Variant(PLANS[0][1], n, hidden, n, 0, types, True, False, False, "mhc_post")
+    index = residual.device.index
+    tensors: list[Tensor | None] = [None] * 14
+    tensors[:4] = x, residual, post, comb
+    tensors[8] = new_residual
+    addresses = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+    blocks = tokens * -(-hidden // (WARPS * 32 * 8))
+    with torch.cuda.device(index):
+        _launch(kernel(variant, index), index, blocks, 0, ARGUMENTS.pack(*addresses, tokens, *[0.0] * 5))
+    return new_residual
+
+
+def mhc_post_pre(
+    x: Tensor,
+    residual: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    fn: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    norm_weight: Tensor | None,
+    iters: int,
+    rms_eps: float,
+    pre_eps: float,
+    sinkhorn_eps: float,
+    post_mult: float,
+    norm_eps: float,
+    residual_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    plan: Plan | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`reference.mhc_post_pre`; outputs contiguous."""
+    new_residual = torch.empty(residual.shape, dtype=residual_dtype, device=residual.device)
+    constants = (rms_eps, pre_eps, sinkhorn_eps, post_mult, norm_eps)
+    weights = (fn, scale, base, norm_weight)
+    mixing = (x, post, comb, new_residual)
+    return new_residual, *_run(residual, mixing, weights, iters, constants, out_dtype, plan)

@@ -1,0 +1,179 @@
+"""Compiles `mhc.cu` with NVRTC for one plan, shape and set of dtypes, and keeps the machine code on disk."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsv4_compile.kernels.mhc.cuda.plans import Plan
+
+__all__ = ["NORMAL_EPS", "TYPES", "Variant", "bindings", "check", "cubin", "kernel", "token_bytes"]
+
+logger = logging.getLogger("dsv4_compile.kernels")
+
+TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}
+BYTES = {"float": 4, "bf16": 2, "f16": 2}
+FOLDER = Path(__file__).parent
+SOURCE = FOLDER / "mhc.cu"
+# Below this a sum of Sinkhorn could be denormal, which the fast reciprocal takes for zero.
+NORMAL_EPS = 1e-30
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What one compiled kernel is for."""
+
+    plan: Plan
+    n: int
+    hidden: int
+    logits: int
+    iters: int
+    types: tuple[str, ...]  # of residual, new residual, x, fn, parameters, norm weight, output
+    has_post: bool
+    has_norm: bool
+    denormal: bool
+    entry: str = "mhc"  # or "mhc_post"
+
+    @property
+    def macros(self) -> dict[str, str | int]:
+        names = ("RESIDUAL", "NEW", "X", "FN", "PARAMETER", "NORM", "OUT")
+        plan = self.plan
+        return {
+            **dict(zip(names, self.types, strict=True)),
+            "N": self.n,
+            "HIDDEN": self.hidden,
+            "LOGITS": self.logits,
+            "ITERS": self.iters,
+            "HAS_POST": int(self.has_post),
+            "HAS_NORM": int(self.has_norm),
+            "AHEAD": int(plan.ahead or not self.has_post),
+            "GROUPS": plan.groups,
+            "ALL": int(plan.whole),
+            "VEC": plan.vec,
+            "STEPS": plan.steps,
+            "SPLITS": plan.slices(self.n, self.hidden),
+            "TOGETHER": plan.together,
+            "LAG": plan.lag,
+            "BLOCKS": plan.blocks,
+            "STAGES": plan.stages,
+            "TOKENS": plan.tokens,
+            "COMBINED": int(plan.combined),
+            "DENORMAL": int(self.denormal),
+            "POST_ALONE": int(self.entry == "mhc_post"),
+        }
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return 0 if self.entry == "mhc_post" else self.plan.staged_bytes(token_bytes(self.n, self.types, self.has_post))
+
+
+def token_bytes(n: int, types: tuple[str, ...], has_post: bool) -> int:
+    """Bytes of all streams and of `x` in one column of a token."""
+    return n * max(BYTES[types[0]], BYTES[types[1]]) + has_post * BYTES[types[2]]
+
+
+@functools.cache
+def bindings() -> tuple[Any, Any]:
+    """NVIDIA's bindings of the driver and of NVRTC, on which the CUDA builds of torch depend."""
+    from cuda.bindings import driver, nvrtc
+
+    check(nvrtc.nvrtcVersion())
+    return driver, nvrtc
+
+
+def check(result: tuple[Any, ...]) -> Any:
+    """What a call of the bindings returned besides its status.
+
+    Raises:
+        RuntimeError: the status is an error.
+    """
+    status, *values = result
+    if int(status) != 0:
+        raise RuntimeError(f"CUDA returned {status.name}")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def cubin(variant: Variant, capability: tuple[int, int]) -> bytes:
+    """Machine code for the architecture `capability`; from Inductor's cache folder where it has been made before.
+
+    Raises:
+        RuntimeError: NVRTC cannot compile it; the message has the log.
+    """
+    _, nvrtc = bindings()
+    source = sources()
+    options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", "--std=c++17"]
+    options += [f"-D{name}={value}" for name, value in variant.macros.items()]
+    key = hashlib.sha256(b"\0".join([*source.values(), repr((options, nvrtc.nvrtcVersion())).encode()])).hexdigest()
+    path = _folder() / f"mhc-{key}.cubin"
+    try:
+        return path.read_bytes()
+    except OSError:
+        pass
+    code = _compile(source, options)
+    try:
+        from torch._inductor.codecache import write_atomic
+
+        write_atomic(str(path), code, make_dirs=True)
+    except OSError as error:
+        logger.info("The compiled mHC kernel is not kept, the folder cannot be written: %s", error)
+    return code
+
+
+def _folder() -> Path:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir()) / "dsv4"
+
+
+@functools.cache
+def sources() -> dict[str, bytes]:
+    """mhc.cu and the files it includes, by name."""
+    return {path.name: path.read_bytes() for path in (SOURCE, *sorted(FOLDER.glob("*.cuh")))}
+
+
+def _compile(files: dict[str, bytes], options: list[str]) -> bytes:
+    _, nvrtc = bindings()
+    (main, source), *headers = files.items()
+    names, texts = [name.encode() for name, _ in headers], [text for _, text in headers]
+    program = check(nvrtc.nvrtcCreateProgram(source, main.encode(), len(headers), texts, names))
+    encoded = [option.encode() for option in options]
+    if int(nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)[0]) != 0:
+        log = bytearray(check(nvrtc.nvrtcGetProgramLogSize(program)))
+        check(nvrtc.nvrtcGetProgramLog(program, log))
+        raise RuntimeError(f"NVRTC could not compile {SOURCE.name}: {log.decode(errors='replace').strip()}")
+    code = bytearray(check(nvrtc.nvrtcGetCUBINSize(program)))
+    check(nvrtc.nvrtcGetCUBIN(program, code))
+    check(nvrtc.nvrtcDestroyProgram(program))
+    return bytes(code)
+
+
+_lock = threading.Lock()
+_kernels: dict[tuple[Variant, int], Any] = {}
+
+
+def kernel(variant: Variant, device: int) -> Any:
+    """The handle to launch `variant` on CUDA device number `device`; compiled and loaded when it is new."""
+    key = (variant, device)
+    known = _kernels.get(key)
+    if known is None:
+        with _lock:
+            known = _kernels.get(key)
+            if known is None:
+                driver, _ = bindings()
+                code = cubin(variant, torch.cuda.get_device_capability(device))
+                library = check(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
+                handle = check(driver.cuLibraryGetKernel(library, variant.entry.encode()))
+                function = check(driver.cuKernelGetFunction(handle))  # loads it into the current context
+                if variant.shared_bytes:
+                    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                    check(driver.cuFuncSetAttribute(function, attribute, variant.shared_bytes))
+                known = _kernels[key] = function
+    return known

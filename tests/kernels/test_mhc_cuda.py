@@ -1,0 +1,256 @@
+"""The CUDA family of mHC: what can be known without a GPU, and each plan on one."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import math
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsv4_compile.kernels.mhc import counters, cuda
+from dsv4_compile.kernels.mhc.cuda import ARGUMENTS, compilation, plan_for
+from dsv4_compile.kernels.mhc.cuda.plans import PLANS, WARPS, Plan
+from tests.kernels.test_mhc import Case, assert_close, distance, first_rows, make, oracle, oracle_post, oracle_pre
+
+LIMITS = [limit for limit, _ in PLANS if limit != math.inf]
+TOKENS = sorted({1, *(int(limit) + k for limit in LIMITS for k in (-1, 0, 1)), 3000})
+
+
+# ----------------------------------------------------------------------------------------------------- without a GPU
+
+
+@pytest.mark.parametrize("n", range(2, 9))
+@pytest.mark.parametrize("hidden", [8, 1000, 4096, 7168, 8192])
+def test_the_slices_of_a_plan_cover_the_hidden_axis_and_no_slice_is_empty(n: int, hidden: int) -> None:
+    for tokens in TOKENS:
+        plan = plan_for(tokens, n, hidden, 4 * (n + 1))
+        warps = WARPS // plan.groups if plan.whole else max(1, WARPS // n)
+        columns = warps * 4 * plan.vec * plan.steps
+        slices = plan.slices(n, hidden)
+        assert (slices - 1) * columns < hidden <= slices * columns
+
+
+def test_a_block_whose_programs_take_turns_waits_for_an_earlier_tile() -> None:
+    """With lag 0 it would wait for blocks that may not have started: a deadlock."""
+    assert all(plan.lag >= 1 for _, plan in PLANS if plan.combined)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n", [4, 8])
+def test_every_plan_fits_the_shared_memory(n: int, dtype: torch.dtype) -> None:
+    for tokens in TOKENS:
+        assert variant(tokens, n, 7168, dtype).shared_bytes <= 227 * 1024 - 48 * 1024
+
+
+def test_the_arguments_are_packed_as_the_kernel_reads_them() -> None:
+    text = (compilation.FOLDER / "launch.cuh").read_text()
+    members = re.search(r"struct Arguments \{(.*?)\n\};", text, re.S).group(1)
+    code = re.sub(r"//.*", "", members)
+    floats = re.search(r"float ((?:\w+, )+\w+);", code).group(1).split(", ")
+    assert (code.count("*"), len(floats)) == (14, 5)
+    assert ARGUMENTS.size == -(-(14 * 8 + 8 + 5 * 4) // 8) * 8
+
+
+def test_counters_on_the_cpu_are_fresh_zeros() -> None:
+    one = counters.zeros(5, torch.device("cpu"))
+    one += 1
+    assert counters.zeros(5, torch.device("cpu")).tolist() == [0] * 5
+
+
+def variant(
+    tokens: int, n: int = 4, hidden: int = 512, dtype: torch.dtype = torch.bfloat16, has_post: bool = True
+) -> compilation.Variant:
+    dtypes = (dtype, dtype, dtype, torch.float32, torch.float32, dtype, dtype)
+    return cuda._variant(tokens, None, n, hidden, (2 + n) * n, 20, dtypes, has_post, True, False)
+
+
+def compiled_by_nvcc(one: compilation.Variant, folder: Path) -> str:
+    """What the compiler says about registers."""
+    macros = [f"-D{name}={value}" for name, value in one.macros.items()]
+    command = ["nvcc", "-cubin", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-Xptxas", "-v", *macros]
+    target = folder / f"{abs(hash(one))}.cubin"
+    done = subprocess.run(
+        [*command, "-o", str(target), str(compilation.SOURCE)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert target.stat().st_size > 0
+    return done.stderr
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
+def test_every_plan_compiles_for_hopper(tmp_path: Path) -> None:
+    variants = [variant(tokens, has_post=post) for tokens in {1, *TOKENS} for post in (True, False)]
+    variants += [variant(1, n, 40, dtype) for n in (2, 3, 8) for dtype in (torch.float32, torch.float16)]
+    distinct = {str(one.macros): one for one in variants}
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        texts = list(pool.map(lambda one: compiled_by_nvcc(one, tmp_path), distinct.values()))
+    # The plans for a bfloat16 residual of four streams are the ones that are to be fast.
+    assert sum("0 bytes spill stores" in text for text in texts) >= len(PLANS)
+
+
+def test_without_the_bindings_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise ModuleNotFoundError("No module named 'cuda'")
+
+    monkeypatch.setattr(cuda, "bindings", missing)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    reason = cuda.refusal(torch.device("cuda:0"), 4, 4096, torch.bfloat16)
+    assert reason is not None and "NVRTC could not be loaded (ModuleNotFoundError" in reason
+
+
+@pytest.mark.parametrize(
+    ("n", "hidden", "dtype", "why"),
+    [
+        (9, 64, torch.bfloat16, "2 to 8 streams and there are 9"),
+        (4, 100, torch.bfloat16, "multiples of 8"),
+        (4, 16384, torch.bfloat16, "up to 8192"),
+        (4, 64, torch.float64, "torch.float64"),
+    ],
+)
+def test_what_it_is_not_written_for_is_refused(n: int, hidden: int, dtype: torch.dtype, why: str) -> None:
+    assert why in (cuda.refusal(torch.device("cuda:0"), n, hidden, dtype) or "")
+    assert "runs on CUDA" in (cuda.refusal(torch.device("cpu"), 4, 64, torch.float32) or "")
+
+
+# --------------------------------------------------------------------------------------------------------- on a GPU
+
+
+def assert_no_farther_than_the_rounding(case: Case, got: tuple[torch.Tensor, ...]) -> None:
+    """bfloat16: the rounded outputs are a rounding away from float64, `post` and `comb` are exact for the residual."""
+    residual, row, post, comb = got
+    assert distance(residual, oracle_post(case)) < 2e-3
+    wanted = oracle_pre(replace(case, residual=residual))
+    assert distance(row, wanted[0]) < 2e-3
+    assert_close((post, comb), wanted[1:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("plan", [plan for _, plan in PLANS], ids=lambda plan: f"tile{plan.tile}vec{plan.vec}")
+@pytest.mark.parametrize("hidden", [520, 4096])
+def test_every_plan_is_right_at_any_token_count(plan: Plan, hidden: int) -> None:
+    for tokens in (1, 15, 16, 17, 31, 33, 64, 65, 200):
+        case = make((tokens,), hidden, seed=tokens, dtype=torch.bfloat16, device="cuda")
+        assert_no_farther_than_the_rounding(case, cuda.mhc_post_pre(*case, plan=plan))
+
+
+@pytest.mark.gpu
+def test_every_small_token_count_and_the_powers_of_two_are_right() -> None:
+    powers = [2**k + d for k in range(6, 15) for d in (-1, 0, 1)]
+    most = make((max(powers),), 256, dtype=torch.bfloat16, device="cuda")
+    for tokens in [*range(41), *powers]:
+        arguments = first_rows(most, tokens)
+        case = Case(*arguments)
+        got = torch.ops.dsv4.mhc_post_pre(*arguments, "cuda")
+        if tokens:
+            assert_no_farther_than_the_rounding(case, got)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 40, 300, 2000])
+def test_a_thousand_repeats_are_equal_and_leave_the_counters_at_zero(tokens: int) -> None:
+    case = make((tokens,), 1024, dtype=torch.bfloat16, device="cuda")
+    first = torch.ops.dsv4.mhc_post_pre(*case, "cuda")
+    for _ in range(1000):
+        again = torch.ops.dsv4.mhc_post_pre(*case, "cuda")
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    torch.cuda.synchronize()
+    assert all(arena.count_nonzero() == 0 for arenas in counters._arenas.values() for arena in arenas)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [3, 300])
+def test_graphs_of_one_stream_replay_side_by_side(tokens: int) -> None:
+    """They were captured on one stream and run on two: they must not share counters."""
+    case = make((tokens,), 4096, dtype=torch.bfloat16, device="cuda")
+    wanted = torch.ops.dsv4.mhc_post_pre(*case, "cuda")
+    graphs, outputs = [], []
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs.append([torch.ops.dsv4.mhc_post_pre(*case, "cuda") for _ in range(10)])
+        graphs.append(graph)
+    streams = [torch.cuda.Stream() for _ in graphs]
+    torch.cuda.synchronize()
+    for _ in range(50):
+        for stream, graph in zip(streams, graphs, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    for call in (call for calls in outputs for call in calls):
+        assert all(torch.equal(a, b) for a, b in zip(call, wanted, strict=True))
+
+
+@pytest.mark.gpu
+def test_streams_run_it_side_by_side() -> None:
+    case = make((200,), 4096, dtype=torch.bfloat16, device="cuda")
+    wanted = torch.ops.dsv4.mhc_post_pre(*case, "cuda")
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(25):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results.append(torch.ops.dsv4.mhc_post_pre(*case, "cuda"))
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for got in results for a, b in zip(got, wanted, strict=True))
+
+
+@pytest.mark.gpu
+def test_a_write_of_the_launch_before_is_seen() -> None:
+    """Blocks start before that launch has ended."""
+    case = make((8,), 4096, dtype=torch.bfloat16, device="cuda")
+    sources = [torch.randn_like(case.x) for _ in range(20)]
+    wanted = [torch.ops.dsv4.mhc_post_pre(*replace(case, x=source), "cuda") for source in sources]
+    got = []
+    for source in sources:
+        case.x.copy_(source)
+        got.append(torch.ops.dsv4.mhc_post_pre(*case, "cuda"))
+    for one, other in zip(got, wanted, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.gpu
+def test_indices_beyond_two_to_the_31st() -> None:
+    tokens, hidden = 135_000, 4096  # 2.2e9 elements
+    few = make((40,), hidden, dtype=torch.bfloat16, device="cuda")
+    x = few.x.repeat(tokens // 40, 1)
+    arguments = (
+        x,
+        few.residual.repeat(tokens // 40, 1, 1),
+        *(v.repeat(tokens // 40, *[1] * (v.dim() - 1)) for v in (few.post, few.comb)),
+    )
+    case = Case(*arguments, *tuple(few)[4:])
+    got = torch.ops.dsv4.mhc_post_pre(*case, "cuda")
+    assert case.residual.numel() > 2**31
+    for part in (slice(0, 40), slice(-40, None)):
+        assert_no_farther_than_the_rounding(few, tuple(v[part] for v in got))
+
+
+@pytest.mark.gpu
+def test_the_residual_of_43_layers_stays_as_close_to_float64_as_the_reference() -> None:
+    cases = [make((16,), 1024, seed=seed, dtype=torch.bfloat16, device="cuda") for seed in range(86)]
+
+    def run(kernel: str, wide: bool) -> torch.Tensor:
+        residual, post, comb = cases[0].residual, cases[0].post, cases[0].comb
+        residual = residual.double() if wide else residual
+        for case in cases:
+            step = replace(case.double() if wide else case, residual=residual, post=post, comb=comb, sinkhorn_eps=1e-6)
+            residual, _, post, comb = torch.ops.dsv4.mhc_post_pre(*step, kernel)
+        return residual.double()
+
+    exact = run("reference", True)
+    assert distance(run("cuda", False), exact) <= distance(run("reference", False), exact) * 1.1
+
+
+@pytest.mark.gpu
+def test_float32_matches_the_oracle_in_every_plan() -> None:
+    for tokens in (1, 40, 100, 500, 1500):
+        case = make((tokens,), 1024, seed=tokens, device="cuda")
+        assert_close(torch.ops.dsv4.mhc_post_pre(*case, "cuda"), oracle(case))
