@@ -4,7 +4,8 @@
     residual = hc_post(y, residual, post, comb)          ->   residual, x, post, comb = dsv4.mhc_post_pre(...)
     post, comb, x = norm(hc_pre(residual))
 
-The first `hc_pre` and the last `hc_post` become `dsv4::mhc_pre` and `dsv4::mhc_post`.
+The first `hc_pre` and the last `hc_post` become `dsv4::mhc_pre` and `dsv4::mhc_post`, the final `hc_head` with its
+RMSNorm becomes `dsv4::mhc_head`.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import torch
 from torch.fx import Graph, Node
 
 from dsv4_compile.kernels.mhc import families
-from dsv4_compile.passes import mhc_post, mhc_pre
+from dsv4_compile.passes import mhc_head, mhc_post, mhc_pre
 from dsv4_compile.passes.classes import Carriers, leaving, precision, same_shape
 from dsv4_compile.passes.emission import call, cast, item, reshape_rows, transpose
+from dsv4_compile.passes.mhc_head import HeadMatch
 from dsv4_compile.passes.mhc_post import PostMatch
 from dsv4_compile.passes.mhc_pre import PreMatch
 from dsv4_compile.passes.region import ANALYTIC, Region, packet, shape, undisturbed, value
@@ -55,12 +57,15 @@ class MhcPass:
         with undisturbed():
             pres, missed = mhc_pre.find(graph, order)
             posts = mhc_post.find(graph, order, pres)
+            heads = mhc_head.find(graph, order)
         # Where a lookalike of hc_pre has been reported already, one reason is enough.
         alone = [] if missed else _unled(pres, posts)
-        rewrite = _Rewrite(graph, order, self.kernel, pres)
+        rewrite = _Rewrite(graph, order, self.kernel, [*pres, *heads])
         for post, pre in _sites(pres, posts, order):
             rewrite.apply(post, pre)
-        rewrite.clean(pres, posts)
+        for head in heads:
+            rewrite.head(head)
+        rewrite.clean([match.region for match in (*pres, *posts, *heads)])
         missed = [*missed, *alone, *_unposted(pres, posts)]
         return PassResult(
             mhc=tuple(rewrite.done),
@@ -116,10 +121,10 @@ def _unposted(pres: Sequence[PreMatch], posts: Sequence[PostMatch]) -> list[Miss
 class _Rewrite:
     """Puts the operators into the graph, one site after the other."""
 
-    def __init__(self, graph: Graph, order: dict[Node, int], kernel: str, pres: Sequence[PreMatch]):
+    def __init__(self, graph: Graph, order: dict[Node, int], kernel: str, collapses: Sequence[PreMatch | HeadMatch]):
         self.graph, self.order, self.kernel = graph, order, kernel
         # Decided on the graph as it came: later readers are the rewrite's own.
-        self._normed = {id(pre) for pre in pres if _norm_is_fused(pre)}
+        self._normed = {id(match) for match in collapses if _norm_is_fused(match)}
         self.done: list[MhcSite] = []
         self.effective: list[tuple[str, str, str]] = []
         self.kernel_seconds = 0.0
@@ -137,7 +142,48 @@ class _Rewrite:
             self._pre(pre)
         self.done.append(self._site(post, pre, family))
 
-    def _family(self, match: PostMatch | PreMatch) -> str:
+    def head(self, match: HeadMatch) -> None:
+        """Rewrites one `hc_head`, where a kernel is made for it; otherwise it stays with Inductor, and is listed."""
+        family = self._family(match)
+        if family != "cuda" and self.kernel != "reference":  # the others have no kernel for it
+            self.done.append(self._head_site(match, "inductor"))
+            return
+        fused = id(match) in self._normed
+        outputs, weight = (match.normed, match.norm_weight) if fused else (match.collapsed, None)
+        first = match.collapsed.nodes(match.region)[0]
+        with self.graph.inserting_before(first):
+            residual = self._streams(match)
+            fn, scale, base = self._weights_of(match, weight, first)
+            proof = match.proof
+            numbers = (proof.rms_eps, proof.pre_eps, proof.norm_eps)
+            arguments = (residual, fn, scale, base, weight, *numbers, precision(match.region, outputs), self.kernel)
+            made = call(self.graph, torch.ops.dsv4.mhc_head.default, arguments, like=first)
+        self._replace(match.region, outputs, made)
+        self.done.append(self._head_site(match, family))
+
+    def _head_site(self, match: HeadMatch, kernel: str) -> MhcSite:
+        proof, fused = match.proof, id(match) in self._normed
+        eps = {"rms": proof.rms_eps, "pre": proof.pre_eps} | ({"norm": proof.norm_eps} if fused else {})
+        return MhcSite(match.site, "head", fused, kernel, match.n, match.hidden, None, eps)
+
+    def _streams(self, match: PreMatch | PostMatch | HeadMatch) -> Node:
+        """The residual as `[..., n, D]`."""
+        residual = self._now(match.residual)
+        if not match.flat:
+            return residual
+        return reshape_rows(self.graph, residual, (*(shape(match.residual) or ())[:-1], match.n, match.hidden))
+
+    def _weights_of(
+        self, match: PreMatch | HeadMatch, norm_weight: Node | None, before: Node
+    ) -> tuple[Node, Node, Node]:
+        """`fn`, `scale` and `base` as the operators take them, above the node `before`."""
+        for leaf in (match.fn, match.scale, match.base, norm_weight):
+            if leaf is not None and leaf.op == "get_attr" and self.order[leaf] > self.order[before]:
+                before.prepend(leaf)
+        fn = transpose(self.graph, match.fn) if match.transposed_fn else match.fn
+        return fn, self._vector(match.scale), self._vector(match.base)
+
+    def _family(self, match: PostMatch | PreMatch | HeadMatch) -> str:
         """The family that runs here, for the report. The graph keeps the wish: its code may be cached for a process
         in which another family works."""
         start = time.perf_counter()
@@ -161,9 +207,7 @@ class _Rewrite:
     def _pre(self, pre: PreMatch) -> None:
         first = self._first(pre.region, pre.post, pre.comb, pre.collapsed)
         with self.graph.inserting_before(first):
-            residual = self._now(pre.residual)
-            if pre.flat:
-                residual = reshape_rows(self.graph, residual, (*(shape(pre.residual) or ())[:-1], pre.n, pre.hidden))
+            residual = self._streams(pre)
             arguments, out_dtype = self._parameters(pre, first)
             made = call(
                 self.graph, torch.ops.dsv4.mhc_pre.default, (residual, *arguments, out_dtype, self.kernel), like=first
@@ -199,10 +243,7 @@ class _Rewrite:
             if match.comb in made.match.comb.nodes(region):
                 comb = self._with_lead(made.comb, lead, 2)
                 turned ^= region.index[match.comb] in made.match.comb.flipped
-        residual = self._now(match.residual)
-        if match.flat:
-            residual = reshape_rows(self.graph, residual, (*dims[:-1], match.n, match.hidden))
-        return [self._now(match.x), residual, post, transpose(self.graph, comb) if turned else comb]
+        return [self._now(match.x), self._streams(match), post, transpose(self.graph, comb) if turned else comb]
 
     def _with_lead(self, node: Node, lead: Sequence[int | torch.SymInt], features: int) -> Node:
         """`node` with the leading axes `lead`: the same rows, counted in another way."""
@@ -215,13 +256,10 @@ class _Rewrite:
         fused = id(pre) in self._normed
         dtype = precision(pre.region, pre.normed if fused else pre.collapsed)
         weight = pre.norm_weight if fused else None
-        for leaf in (pre.fn, pre.scale, pre.base, weight):
-            if leaf is not None and leaf.op == "get_attr" and self.order[leaf] > self.order[before]:
-                before.prepend(leaf)
-        fn = transpose(self.graph, pre.fn) if pre.transposed_fn else pre.fn
+        fn, scale, base = self._weights_of(pre, weight, before)
         c = pre.constants
         numbers = (c.iters, c.rms_eps, c.pre_eps, c.sinkhorn_eps, c.post_mult, c.norm_eps)
-        return (fn, *(self._vector(p) for p in (pre.scale, pre.base)), weight, *numbers), dtype
+        return (fn, scale, base, weight, *numbers), dtype
 
     def _vector(self, leaf: Node) -> Node:
         return leaf if len(shape(leaf) or ()) == 1 else reshape_rows(self.graph, leaf, (-1,))
@@ -257,9 +295,8 @@ class _Rewrite:
             target.replace_all_uses_with(new)
             self._new[target] = new
 
-    def clean(self, pres: Sequence[PreMatch], posts: Sequence[PostMatch]) -> None:
+    def clean(self, regions: Sequence[Region]) -> None:
         """Erases what nothing reads any more, region by region, last node first."""
-        regions = [*(p.region for p in pres), *(p.region for p in posts)]
         dead = {n for region in regions for n in region.nodes if n.op == "call_function"}
         for node in sorted(dead, key=self.order.__getitem__, reverse=True):
             if not node.users and (packet(node) in ANALYTIC or packet(node) is operator.getitem):
@@ -278,7 +315,7 @@ def _nearest_of_shape(node: Node, inside: set[Node], dims: Sequence[int | torch.
     return above if above is not None else node
 
 
-def _norm_is_fused(pre: PreMatch) -> bool:
+def _norm_is_fused(pre: PreMatch | HeadMatch) -> bool:
     """The norm goes into the kernel when nothing else reads the row before it."""
     if not pre.normed or pre.norm_weight is None:
         return False

@@ -31,7 +31,7 @@ from dsv4_compile.passes.region import (
 )
 from dsv4_compile.passes.sites import Missed, module_path
 
-__all__ = ["PreMatch", "find", "is_mixing_shape"]
+__all__ = ["STREAMS", "PreMatch", "find", "is_inside", "is_mixing_shape", "products", "residuals"]
 
 STREAMS = range(2, 9)
 
@@ -68,7 +68,7 @@ def find(graph: Graph, order: dict[Node, int]) -> tuple[list[PreMatch], list[Mis
     missed: list[Missed] = []
     seen: set[Node] = set()
     for fn, n, hidden, turned in _anchors(graph):
-        for product in _products(fn):
+        for product in products(fn):
             if any(m.fn is fn and product in m.region.index for m in matches):
                 continue
             found = _match(product, fn, n, hidden, turned, order)
@@ -101,7 +101,7 @@ def is_mixing_shape(dims: Sequence[Any]) -> tuple[int, int, bool] | None:
     return None
 
 
-def _products(fn: Node) -> list[Node]:
+def products(fn: Node) -> list[Node]:
     """Products that read `fn` through views, permutes and casts."""
     found, pending, seen = [], [fn], {fn}
     while pending:
@@ -119,13 +119,13 @@ def _products(fn: Node) -> list[Node]:
 def _match(product: Node, fn: Node, n: int, hidden: int, turned: bool, order: dict[Node, int]) -> PreMatch | str | None:
     """A match, a reason why a lookalike is none, or None when it does not even look like a site."""
     reason = None
-    for residual in _residuals(product, fn, n, hidden):
+    for residual in residuals(product, fn, n, hidden):
         dims = shape(residual) or ()
         features = 1 if dims[-1] == n * hidden else 2
         axes = TokenAxes(dims[: len(dims) - features])
         if axes.rows == 0:
             continue
-        region = grow([residual], order, allow=functools.partial(_is_inside, (residual, fn)))
+        region = grow([residual], order, allow=functools.partial(is_inside, (residual, fn)))
         if fn not in region.index:
             if features == 2 and reason is None:
                 reason = f"the product is not computed from the residual alone; {region.stopped_by()}".rstrip("; ")
@@ -144,11 +144,12 @@ def _match(product: Node, fn: Node, n: int, hidden: int, turned: bool, order: di
     return reason
 
 
-def _is_inside(known: tuple[Node, ...], product: Node) -> bool:
+def is_inside(known: tuple[Node, ...], product: Node) -> bool:
+    """Whether `product` may lie in the region of a site with the leaves `known`: it has no other parameter."""
     return not has_leaf_factor(product, apart_from=known)
 
 
-def _residuals(product: Node, fn: Node, n: int, hidden: int) -> list[Node]:
+def residuals(product: Node, fn: Node, n: int, hidden: int) -> list[Node]:
     """Candidates for the residual, nearest to the product first."""
     start = [p for p in product.all_input_nodes if leaf_of(p) is not fn]
     found: list[Node] = []

@@ -30,18 +30,18 @@ from dsv4_compile.passes.axes import TokenAxes, Unsupported
 from dsv4_compile.passes.classes import Carriers, carriers, close, rows
 from dsv4_compile.passes.region import POINTWISE, REDUCTION, Region, evaluate, is_floating, packet, shape
 
-__all__ = ["Case", "Constants", "Proof", "prove"]
+__all__ = ["DRAWS", "Case", "Constants", "Draw", "Proof", "draw_inputs", "prove"]
 
 # Magnitudes of the residual rows and gains of the mixing logits in the draws: small rows make the epsilons weigh,
 # large logits keep the Sinkhorn iteration from converging, so that its length shows.
-_DRAWS = ((1.0, 1.0), (1e-3, 6.0), (30.0, 3.0))
+DRAWS = ((1.0, 1.0), (1e-3, 6.0), (30.0, 3.0))
 _MAX_ITERS = 64
 _RTOL = 1e-7
 
 
 @dataclass(frozen=True)
 class Case:
-    """A region that may be `hc_pre`: seed 0 is the residual, `fn` the position of the mixing weight."""
+    """A region that may be `hc_pre`, or `hc_head`: seed 0 is the residual, `fn` the position of the mixing weight."""
 
     region: Region
     axes: TokenAxes
@@ -49,6 +49,12 @@ class Case:
     n: int
     hidden: int
     turned: bool
+    head: bool = False
+
+    @property
+    def logits(self) -> int:
+        """Rows of the mixing weight."""
+        return self.n if self.head else (2 + self.n) * self.n
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,7 @@ def prove(case: Case) -> Proof | str:
 
 
 @dataclass
-class _Draw:
+class Draw:
     """Random inputs and the values of the region on them."""
 
     residual: torch.Tensor
@@ -100,9 +106,14 @@ class _Draw:
     env: dict[Node, Any]
 
 
-def _draw(case: Case, seed: int) -> _Draw:
+def draw_inputs(case: Case, seed: int) -> Draw:
+    """Number `seed` of `DRAWS`, evaluated.
+
+    Raises:
+        Unsupported: the region has an operation that cannot be run on it.
+    """
     generator = torch.Generator().manual_seed(seed + 1)
-    magnitude, gain = _DRAWS[seed]
+    magnitude, gain = DRAWS[seed]
 
     def normal(*dims: int) -> torch.Tensor:
         return torch.randn(dims, generator=generator, dtype=torch.float64, device="cpu")
@@ -115,7 +126,7 @@ def _draw(case: Case, seed: int) -> _Draw:
 
     region, axes, n, hidden = case.region, case.axes, case.n, case.hidden
     residual = normal(axes.rows, n, hidden) * magnitude * torch.exp(normal(axes.rows, 1, 1))
-    weight = normal((2 + n) * n, n * hidden) * (gain / (n * hidden) ** 0.5)
+    weight = normal(case.logits, n * hidden) * (gain / (n * hidden) ** 0.5)
     dims = shape(region.seeds[0]) or ()
     features = 1 if dims[-1] == n * hidden else 2
     given = {
@@ -125,13 +136,13 @@ def _draw(case: Case, seed: int) -> _Draw:
     for leaf in region.leaves:
         if leaf not in given:
             given[leaf] = signed(*axes.real(shape(leaf) or ()))
-    return _Draw(residual, weight, evaluate(region, axes, given))
+    return Draw(residual, weight, evaluate(region, axes, given))
 
 
 def _search(case: Case) -> Proof | str:
     """Finds the constants on the first draw, then demands equality on all of them."""
     try:
-        draw = _draw(case, 0)
+        draw = draw_inputs(case, 0)
     except Unsupported as problem:
         return f"{problem} between the residual and the mixing parameters"
     written = [c for c in case.region.constants() if 0 < c < 0.1]
@@ -163,7 +174,7 @@ class _Found:
     last_step: int
 
 
-def _constants(case: Case, draw: _Draw, rms_eps: float, scale: int, base: int, small: Sequence[float]) -> _Found | str:
+def _constants(case: Case, draw: Draw, rms_eps: float, scale: int, base: int, small: Sequence[float]) -> _Found | str:
     """Constants up to the collapsed row; or which output has no node."""
     region, n = case.region, case.n
     s, b = (draw.env[region.nodes[i]].reshape(-1) for i in (scale, base))
@@ -186,7 +197,7 @@ def _constants(case: Case, draw: _Draw, rms_eps: float, scale: int, base: int, s
     return "no value equals the collapse, sum over streams of (sigmoid(mixes * scale[0] + base) + eps) * residual"
 
 
-def _ratio(region: Region, draw: _Draw, gate: torch.Tensor) -> float | None:
+def _ratio(region: Region, draw: Draw, gate: torch.Tensor) -> float | None:
     """The multiplier of the last node that is a constant multiple of `gate` and has a reader of another kind."""
     found: dict[int, float] = {}
     for i, node in enumerate(region.nodes):
@@ -205,7 +216,7 @@ def _ratio(region: Region, draw: _Draw, gate: torch.Tensor) -> float | None:
 
 
 def _sinkhorn_length(
-    region: Region, draw: _Draw, logits: torch.Tensor, small: Sequence[float]
+    region: Region, draw: Draw, logits: torch.Tensor, small: Sequence[float]
 ) -> tuple[int, float, int] | None:
     """(iterations, epsilon, position) of the furthest step of the chain that some node carries.
 
@@ -247,7 +258,7 @@ def _sinkhorn_length(
     return None
 
 
-def _norm(case: Case, draw: _Draw, found: _Found, scale: int, base: int, small: Sequence[float]) -> Proof:
+def _norm(case: Case, draw: Draw, found: _Found, scale: int, base: int, small: Sequence[float]) -> Proof:
     """Adds the RMSNorm behind the collapse, when there is one."""
     region, constants, collapsed = case.region, found.constants, found.collapsed
     none, late = Carriers(frozenset()), Carriers(frozenset(range(found.last_step, len(region.nodes))))
@@ -262,12 +273,12 @@ def _norm(case: Case, draw: _Draw, found: _Found, scale: int, base: int, small: 
     return Proof(constants, scale, base, none, late, none, None, none)
 
 
-def _confirm(case: Case, proof: Proof, first: _Draw) -> Proof | str:
+def _confirm(case: Case, proof: Proof, first: Draw) -> Proof | str:
     """Compares every draw with the operator's own definition; keeps the nodes that agree on all of them."""
     region = case.region
     classes: list[Carriers] | None = None
-    for seed in range(len(_DRAWS)):
-        draw = first if seed == 0 else _draw(case, seed)
+    for seed in range(len(DRAWS)):
+        draw = first if seed == 0 else draw_inputs(case, seed)
         among = None if classes is None else sorted(set().union(*(c.plain | c.flipped for c in classes)))
         seen = _outputs(case, draw, proof, among)
         classes = seen if classes is None else [a & b for a, b in zip(classes, seen, strict=True)]
@@ -286,7 +297,7 @@ def _confirm(case: Case, proof: Proof, first: _Draw) -> Proof | str:
     return Proof(proof.constants, proof.scale, proof.base, post, comb, collapsed, weight, normed)
 
 
-def _outputs(case: Case, draw: _Draw, proof: Proof, among: Sequence[int] | None) -> list[Carriers]:
+def _outputs(case: Case, draw: Draw, proof: Proof, among: Sequence[int] | None) -> list[Carriers]:
     region = case.region
     c = proof.constants
     s, b = (draw.env[region.nodes[i]].reshape(-1) for i in (proof.scale, proof.base))

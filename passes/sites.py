@@ -35,10 +35,10 @@ class ProjectionGroup:
 
 @dataclass(frozen=True)
 class MhcSite:
-    """One replaced piece of mHC arithmetic. `kernel` is the family that runs it."""
+    """One piece of mHC arithmetic. `kernel` is the family that runs it; "inductor" where it was left as it is."""
 
     site: str
-    form: Literal["pre", "post", "post_pre"]
+    form: Literal["pre", "post", "post_pre", "head"]
     norm_fused: bool
     kernel: str
     streams: int

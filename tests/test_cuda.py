@@ -36,7 +36,7 @@ def test_real_model_equals_eager(projections):
     assert distance(out, expected) < 1e-5
     graph = dsv4_compile.report().graphs[-1]
     assert {site.kernel for site in graph.mhc} == {"cuda"}
-    assert len(graph.mhc) == 2 * model.config.num_hidden_layers + 1
+    assert len(graph.mhc) == 2 * model.config.num_hidden_layers + 2
     if projections == "auto":
         assert {group.strategy for group in graph.projections} == {"pack"}
         assert packing.fallbacks() == []
@@ -112,7 +112,7 @@ def test_generation_equals_eager_token_for_token():
         assert torch.equal(model.generate(ids, **arguments), expected)
     graphs = dsv4_compile.report().graphs
     assert all({site.kernel for site in graph.mhc} == {"cuda"} for graph in graphs)
-    assert all(len(graph.mhc) == 2 * model.config.num_hidden_layers + 1 for graph in graphs)
+    assert all(len(graph.mhc) == 2 * model.config.num_hidden_layers + 2 for graph in graphs)
 
 
 @pytest.mark.parametrize("strategy", ["pack", "streams"])

@@ -80,13 +80,14 @@ def reported() -> tuple[dsv4_compile.GraphReport, float]:
 def test_every_hyper_connection_is_replaced(reported):
     graph, _ = reported
     sites = [f"model.layers.{i}.{part}" for i in range(3) for part in ("attn_hc", "ffn_hc")]
-    assert [s.form for s in graph.mhc] == ["pre", *["post_pre"] * 5, "post"]
-    assert [s.site for s in graph.mhc[:-1]] == sites
-    assert graph.mhc[-1].site.startswith("model.layers.2")
-    assert [s.norm_fused for s in graph.mhc] == [True] * 6 + [False]
-    assert [s.iters for s in graph.mhc] == [4] * 6 + [None]
+    assert [s.form for s in graph.mhc] == ["pre", *["post_pre"] * 5, "post", "head"]
+    assert [s.site for s in graph.mhc[:-2]] == sites
+    assert graph.mhc[-2].site.startswith("model.layers.2")
+    assert (graph.mhc[-1].site, graph.mhc[-1].kernel) == ("model.hc_head", "inductor")
+    assert [s.norm_fused for s in graph.mhc] == [True] * 6 + [False, True]
+    assert [s.iters for s in graph.mhc] == [4] * 6 + [None, None]
     assert {(s.streams, s.hidden) for s in graph.mhc} == {(4, 32)}
-    assert all(s.eps == pytest.approx(dict.fromkeys(("rms", "pre", "sinkhorn", "norm"), 1e-6)) for s in graph.mhc[:-1])
+    assert all(s.eps == pytest.approx(dict.fromkeys(("rms", "pre", "sinkhorn", "norm"), 1e-6)) for s in graph.mhc[:-2])
     assert graph.missed == []
 
 
@@ -132,7 +133,7 @@ def test_equal_layers_are_proved_once():
         mhc_proof._proved.cache_clear()
         mhc_post._proved.cache_clear()
         logits(compiled(deepseek((SLIDING,) * layers, iters=1)), tokens(5))
-        assert len(dsv4_compile.report().graphs[-1].mhc) == 2 * layers + 1
+        assert len(dsv4_compile.report().graphs[-1].mhc) == 2 * layers + 2
         counts.append(mhc_proof._proved.cache_info().currsize + mhc_post._proved.cache_info().currsize)
         torch._dynamo.reset()
     assert counts[1] <= counts[0] + 2
@@ -152,7 +153,7 @@ def test_prefill_equals_eager_around_the_windows(rates, lengths):
     for length in lengths:
         ids = tokens(length, seed=length)
         assert error(logits(run, ids), logits(model, ids).double()) < 1e-5, length
-    assert all(len(g.mhc) == 5 and not g.missed for g in dsv4_compile.report().graphs)
+    assert all(len(g.mhc) == 6 and not g.missed for g in dsv4_compile.report().graphs)
 
 
 @pytest.mark.slow
@@ -171,7 +172,7 @@ def test_generation_equals_eager_token_for_token():
         for ids, want in zip(prompts, expected, strict=True):
             assert torch.equal(model.generate(ids, **arguments), want)
     graphs = dsv4_compile.report().graphs
-    assert all(len(g.mhc) == 7 for g in graphs), [(g.id, len(g.mhc), g.missed) for g in graphs]
+    assert all(len(g.mhc) == 8 for g in graphs), [(g.id, len(g.mhc), g.missed) for g in graphs]
     assert len(graphs) < 16, "more graphs than the cache has states"
 
 
@@ -186,7 +187,7 @@ def test_bf16_under_inductor_is_as_close_to_float64_as_without_us():
         torch._dynamo.reset()
         run = torch.compile(model, backend=backend)
         errors[backend] = sum(error(logits(run, ids), wide) for ids, wide in zip(batches, oracles, strict=True))
-    assert len(dsv4_compile.report().graphs[-1].mhc) == 3
+    assert len(dsv4_compile.report().graphs[-1].mhc) == 4
     assert errors["dsv4"] <= errors["inductor"] * 1.05, errors
 
 

@@ -1,7 +1,7 @@
-"""Manifold-constrained hyper-connections (mHC): the operators `dsv4::mhc_pre`, `mhc_post` and `mhc_post_pre`.
+"""Manifold-constrained hyper-connections (mHC): the operators `dsv4::mhc_pre`, `mhc_post`, `mhc_post_pre`, `mhc_head`.
 
-Importing this package registers them. `reference` holds the formulas in plain PyTorch, `cpp` and `triton` the fast
-families, `families` the choice between them. Nothing here imports Triton before a CUDA tensor asks for it.
+Importing this package registers them. `reference` holds the formulas in plain PyTorch, `cpp`, `cuda` and `triton` the
+fast families, `families` the choice between them. Nothing here imports Triton before a CUDA tensor asks for it.
 """
 
 from dsv4_compile.kernels.mhc import operators, reference

@@ -1,9 +1,9 @@
 """Which kernel family serves a call, and what happens when one cannot.
 
-A family is a module with the three functions of `reference.py` and `refusal(device, n, hidden, dtype)`, a sentence
-saying why it cannot serve such a residual, or None. Families are tried in order, the wished one first, then those that
-suit the device, and `reference` serves everything. What was passed over, and why, is logged once per cause on the
-logger `dsv4_compile.kernels`; it is never an exception.
+A family is a module with functions of `reference.py` (not all have `mhc_head`) and `refusal(device, n, hidden,
+dtype)`, a sentence saying why it cannot serve such a residual, or None. Families are tried in order, the wished one
+first, then those that suit the device, and `reference` serves everything. What was passed over, and why, is logged
+once per cause on the logger `dsv4_compile.kernels`; it is never an exception.
 """
 
 from __future__ import annotations
@@ -105,6 +105,8 @@ def _brief(error: Exception) -> str:
 def run(operator: str, kernel: str, residual: Tensor, arguments: tuple[Any, ...], wide: bool = False) -> Any:
     """Call `operator` (a function name of `reference.py`) with `arguments` in the family chosen for `residual`.
 
+    Where the family has no such function the reference serves the call.
+
     `wide` says that another tensor or an output makes the arithmetic float64. A family that raises is passed over from
     then on for residuals of that kind, and the call is served by the next; running out of memory is raised.
     """
@@ -115,7 +117,7 @@ def run(operator: str, kernel: str, residual: Tensor, arguments: tuple[Any, ...]
         if reason is not None:
             _warn(reason)
         try:
-            return getattr(module, operator)(*arguments)
+            return getattr(module, operator, getattr(reference, operator))(*arguments)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:

@@ -1,4 +1,4 @@
-"""The operators `dsv4::mhc_pre`, `dsv4::mhc_post` and `dsv4::mhc_post_pre`, registered at import.
+"""The operators `dsv4::mhc_pre`, `mhc_post`, `mhc_post_pre` and `mhc_head`, registered at import.
 
 They are functional: all outputs are fresh, contiguous tensors. Arguments, shapes and formulas are those of the
 functions of the same name in `reference.py`, with one more argument at the end: `kernel`, the wished family
@@ -35,6 +35,10 @@ SCHEMAS = {
         int iters, float rms_eps, float pre_eps, float sinkhorn_eps, float post_mult, float norm_eps,
         ScalarType residual_dtype, ScalarType out_dtype, str kernel
     ) -> (Tensor new_residual, Tensor layer_input, Tensor post, Tensor comb)""",
+    "mhc_head": """(
+        Tensor residual, Tensor fn, Tensor scale, Tensor base, Tensor? norm_weight,
+        float rms_eps, float pre_eps, float norm_eps, ScalarType out_dtype, str kernel
+    ) -> Tensor""",
 }
 NAMES = tuple(SCHEMAS)
 
@@ -74,6 +78,18 @@ def _require_pre(residual: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm
     )
 
 
+def _require_head(residual: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm_weight: Tensor | None) -> None:
+    _require_streams(residual)
+    n, hidden = residual.shape[-2:]
+    _require(
+        residual,
+        ("fn", fn, (n, n * hidden)),
+        ("scale", scale, (1,)),
+        ("base", base, (n,)),
+        ("norm_weight", norm_weight, (hidden,)),
+    )
+
+
 def _require_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> None:
     _require_streams(residual)
     *lead, n, hidden = residual.shape
@@ -98,11 +114,20 @@ def _mhc_post_pre(
     return _direct_post_pre(x, residual, post, comb, *arguments)
 
 
+def _mhc_head(residual: Tensor, *arguments: Any) -> Tensor:
+    _require_head(residual, *arguments[:4])
+    return _direct_head(residual, *arguments)
+
+
 # The same for compiled code (`kernels/lowering.py`), whose shapes have been checked when it was traced.
 
 
 def _direct_pre(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return families.run("mhc_pre", arguments[-1], arguments[0], arguments[:-1])
+
+
+def _direct_head(*arguments: Any) -> Tensor:
+    return families.run("mhc_head", arguments[-1], arguments[0], arguments[:-1])
 
 
 def _direct_post(*arguments: Any) -> Tensor:
@@ -136,13 +161,25 @@ def _fake_post_pre(x: Tensor, residual: Tensor, *arguments: Any) -> tuple[Tensor
     return (new_residual, *_fake_pre(new_residual, out_dtype, kernel))
 
 
+def _fake_head(residual: Tensor, *arguments: Any) -> Tensor:
+    *_, out_dtype, _kernel = arguments
+    *lead, _, hidden = residual.shape
+    return residual.new_empty((*lead, hidden), dtype=out_dtype)
+
+
 _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]] = {
     "mhc_pre": (_mhc_pre, _fake_pre, reference.mhc_pre),
     "mhc_post": (_mhc_post, _fake_post, reference.mhc_post),
     "mhc_post_pre": (_mhc_post_pre, _fake_post_pre, reference.mhc_post_pre),
+    "mhc_head": (_mhc_head, _fake_head, reference.mhc_head),
 }
 
-_DIRECT = {"mhc_pre": _direct_pre, "mhc_post": _direct_post, "mhc_post_pre": _direct_post_pre}
+_DIRECT = {
+    "mhc_pre": _direct_pre,
+    "mhc_post": _direct_post,
+    "mhc_post_pre": _direct_post_pre,
+    "mhc_head": _direct_head,
+}
 
 
 def _register() -> torch.library.Library:

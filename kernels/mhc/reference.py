@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["compute_dtype", "mhc_post", "mhc_post_pre", "mhc_pre", "sinkhorn"]
+__all__ = ["compute_dtype", "mhc_head", "mhc_post", "mhc_post_pre", "mhc_pre", "sinkhorn"]
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -73,10 +73,39 @@ def mhc_pre(
     logits = (mixes[..., 2 * n :] * scale[2] + base[2 * n :]).unflatten(-1, (n, n))
     comb = sinkhorn(logits, iters, sinkhorn_eps)
 
-    row = (pre.unsqueeze(-1) * streams).sum(dim=-2)
-    if norm_weight is not None:
-        row = row * torch.rsqrt(row.square().mean(dim=-1, keepdim=True) + norm_eps) * norm_weight.to(compute)
+    row = _normalised((pre.unsqueeze(-1) * streams).sum(dim=-2), norm_weight, norm_eps)
     return row.to(out_dtype), post, comb
+
+
+def mhc_head(
+    residual: Tensor,
+    fn: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    norm_weight: Tensor | None,
+    rms_eps: float,
+    pre_eps: float,
+    norm_eps: float,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Collapse the streams for the last time, behind the last layer: `mhc_pre` without what would expand them again.
+
+    Source: `hc_head` of DeepSeek-V4's `inference/model.py`, transformers' `DeepseekV4HyperHead`. Arguments as in
+    `mhc_pre`, but `fn` `[n, n * D]`, `scale` `[1]` and `base` `[n]`. Returns `[..., D]` in `out_dtype`.
+    """
+    compute = compute_dtype(residual.dtype)
+    streams = residual.to(compute)
+    flat = streams.flatten(-2)
+    inverse_rms = torch.rsqrt(flat.square().mean(dim=-1, keepdim=True) + rms_eps)
+    mixes = (flat @ fn.to(compute).T) * inverse_rms
+    pre = torch.sigmoid(mixes * scale.to(compute) + base.to(compute)) + pre_eps
+    return _normalised((pre.unsqueeze(-1) * streams).sum(dim=-2), norm_weight, norm_eps).to(out_dtype)
+
+
+def _normalised(row: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    if weight is None:
+        return row
+    return row * torch.rsqrt(row.square().mean(dim=-1, keepdim=True) + eps) * weight.to(row.dtype)
 
 
 def mhc_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, residual_dtype: torch.dtype) -> Tensor:

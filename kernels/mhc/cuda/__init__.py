@@ -41,7 +41,7 @@ from dsv4_compile.kernels.mhc import counters
 from dsv4_compile.kernels.mhc.cuda.compilation import NORMAL_EPS, TYPES, Variant, bindings, check, kernel, token_bytes
 from dsv4_compile.kernels.mhc.cuda.plans import PLANS, WARPS, Plan, plan_for
 
-__all__ = ["PLANS", "Plan", "mhc_post", "mhc_post_pre", "mhc_pre", "refusal"]
+__all__ = ["PLANS", "Plan", "mhc_head", "mhc_post", "mhc_post_pre", "mhc_pre", "refusal"]
 
 STREAMS = range(2, 9)
 # A consumer holds a row of each stream in registers.
@@ -119,13 +119,15 @@ def _run(
     """
     *lead, n, hidden = residual.shape
     device = residual.device
+    fn, scale, base, norm_weight = weights
+    logits = base.numel()
+    head = logits == n  # nothing expands the row again: no `post`, no `comb`
     layer_input = torch.empty((*lead, hidden), dtype=out_dtype, device=device)
-    new_post = torch.empty((*lead, n), dtype=torch.float32, device=device)
-    new_comb = torch.empty((*lead, n, n), dtype=torch.float32, device=device)
+    new_post = torch.empty((0,) if head else (*lead, n), dtype=torch.float32, device=device)
+    new_comb = torch.empty((0,) if head else (*lead, n, n), dtype=torch.float32, device=device)
     tokens = math.prod(lead)
     if tokens == 0:
         return layer_input, new_post, new_comb
-    fn, scale, base, norm_weight = weights
     residual, fn = _ready(residual), _ready(fn)
     scale, base = _ready(scale), _ready(base)
     if scale.dtype is not base.dtype:
@@ -144,7 +146,6 @@ def _run(
         torch.float32 if norm_weight is None else norm_weight.dtype,
         out_dtype,
     )
-    logits = base.numel()
     denormal = constants[2] < NORMAL_EPS
     variant = _variant(tokens, plan, n, hidden, logits, iters, dtypes, x is not None, norm_weight is not None, denormal)
     plan = variant.plan
@@ -152,7 +153,7 @@ def _run(
     slices = plan.slices(n, hidden)
     tiles = -(-tokens // plan.tile)
     rows = min(tokens, plan.tile)
-    of_tile = slices if plan.combined else slices + -(-rows // plan.tokens) + -(-rows // plan.together)
+    of_tile = slices if plan.combined else slices + -(-rows // plan.tokens) + (0 if head else -(-rows // plan.together))
     blocks = (tiles + plan.lag) * of_tile
     with torch.cuda.device(index):
         partials = torch.empty(tokens * slices * (-(-(logits + 1) // 8) * 8), dtype=torch.float32, device=device)
@@ -211,6 +212,22 @@ def mhc_pre(
     """`reference.mhc_pre`; outputs contiguous."""
     constants = (rms_eps, pre_eps, sinkhorn_eps, post_mult, norm_eps)
     return _run(residual, None, (fn, scale, base, norm_weight), iters, constants, out_dtype)
+
+
+def mhc_head(
+    residual: Tensor,
+    fn: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    norm_weight: Tensor | None,
+    rms_eps: float,
+    pre_eps: float,
+    norm_eps: float,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """`reference.mhc_head`; output contiguous."""
+    weights = (fn, scale, base, norm_weight)
+    return _run(residual, None, weights, 0, (rms_eps, pre_eps, 1.0, 0.0, norm_eps), out_dtype)[0]
 
 
 def mhc_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, residual_dtype: torch.dtype) -> Tensor:
