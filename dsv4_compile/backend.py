@@ -38,7 +38,6 @@ _WITHOUT_EFFECT = {
     "cudagraphs": _NO_CAPTURE,
     "capture_sizes": _NO_CAPTURE,
     "split_ops": "this release does not cut graphs into pieces",
-    "deterministic": "the kernels of this release choose their split by the token count",
 }
 _NEUTRAL = ("auto", "off", None, (), False)
 
@@ -103,7 +102,7 @@ def graph_passes(options: Options, graph_id: str | None = None) -> GraphPasses:
     """The passes that `options` ask for, as one custom pass."""
     passes: list[GraphPass] = []
     if options.mhc != "off":
-        passes.append(MhcPass(options.mhc))
+        passes.append(MhcPass(options.mhc, options.deterministic))
     if options.projections != "off":
         passes.append(ProjectionsPass(options.projections, options.num_streams, options.stream_max_tokens))
     observe = None if options.dump_dir is None else dump.Writer(options.dump_dir, graph_id or "graph")

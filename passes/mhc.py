@@ -47,9 +47,11 @@ class MhcPass:
 
     Args:
         kernel: value of the option `mhc`: "auto", "tilelang", "triton" or "reference".
+        deterministic: value of the option.
     """
 
     kernel: str = "auto"
+    deterministic: bool = False
     name: str = field(default="mhc", init=False)
 
     def __call__(self, graph: Graph) -> PassResult:
@@ -60,12 +62,12 @@ class MhcPass:
             heads = mhc_head.find(graph, order)
         # Where a lookalike of hc_pre has been reported already, one reason is enough.
         alone = [] if missed else _unled(pres, posts)
-        rewrite = _Rewrite(graph, order, self.kernel, [*pres, *heads])
+        rewrite = _Rewrite(graph, order, self.kernel, self.deterministic, [*pres, *heads])
         for post, pre in _sites(pres, posts, order):
             rewrite.apply(post, pre)
         for head in heads:
             rewrite.head(head)
-        rewrite.clean([match.region for match in (*pres, *posts, *heads)])
+        rewrite.clean([*(m.region for m in pres), *(m.region for m in posts), *(m.region for m in heads)])
         missed = [*missed, *alone, *_unposted(pres, posts)]
         return PassResult(
             mhc=tuple(rewrite.done),
@@ -75,7 +77,7 @@ class MhcPass:
         )
 
     def uuid(self) -> str:
-        return f"{self.name}:{self.kernel}"
+        return f"{self.name}:{self.kernel}:{self.deterministic}"
 
 
 def _sites(
@@ -121,8 +123,17 @@ def _unposted(pres: Sequence[PreMatch], posts: Sequence[PostMatch]) -> list[Miss
 class _Rewrite:
     """Puts the operators into the graph, one site after the other."""
 
-    def __init__(self, graph: Graph, order: dict[Node, int], kernel: str, collapses: Sequence[PreMatch | HeadMatch]):
-        self.graph, self.order, self.kernel = graph, order, kernel
+    def __init__(
+        self,
+        graph: Graph,
+        order: dict[Node, int],
+        kernel: str,
+        deterministic: bool,
+        collapses: Sequence[PreMatch | HeadMatch],
+    ):
+        self.graph, self.order, self.kernel, self.deterministic = graph, order, kernel, deterministic
+        # The operators' last arguments; a default is not written.
+        self._how = (kernel, True) if deterministic else (kernel,)
         # Decided on the graph as it came: later readers are the rewrite's own.
         self._normed = {id(match) for match in collapses if _norm_is_fused(match)}
         self.done: list[MhcSite] = []
@@ -156,7 +167,7 @@ class _Rewrite:
             fn, scale, base = self._weights_of(match, weight, first)
             proof = match.proof
             numbers = (proof.rms_eps, proof.pre_eps, proof.norm_eps)
-            arguments = (residual, fn, scale, base, weight, *numbers, precision(match.region, outputs), self.kernel)
+            arguments = (residual, fn, scale, base, weight, *numbers, precision(match.region, outputs), *self._how)
             made = call(self.graph, torch.ops.dsv4.mhc_head.default, arguments, like=first)
         self._replace(match.region, outputs, made)
         self.done.append(self._head_site(match, family))
@@ -192,6 +203,9 @@ class _Rewrite:
         self.kernel_seconds += time.perf_counter() - start
         if reason is not None:
             self.effective.append(("mhc", family, reason))
+        if self.deterministic and family == "reference":
+            why = "the matrix product of the family reference promises nothing about a row in another batch"
+            self.effective.append(("deterministic", "False", why))
         return family
 
     def _site(self, post: PostMatch | None, pre: PreMatch | None, family: str) -> MhcSite:
@@ -210,7 +224,7 @@ class _Rewrite:
             residual = self._streams(pre)
             arguments, out_dtype = self._parameters(pre, first)
             made = call(
-                self.graph, torch.ops.dsv4.mhc_pre.default, (residual, *arguments, out_dtype, self.kernel), like=first
+                self.graph, torch.ops.dsv4.mhc_pre.default, (residual, *arguments, out_dtype, *self._how), like=first
             )
             x, post, comb = (item(self.graph, made, i) for i in range(3))
         self._put(pre, x, post, comb)
@@ -221,12 +235,12 @@ class _Rewrite:
         with self.graph.inserting_before(first):
             inputs = self._post_inputs(match)
             if pre is None:
-                made = call(self.graph, torch.ops.dsv4.mhc_post.default, (*inputs, dtype, self.kernel), like=first)
+                made = call(self.graph, torch.ops.dsv4.mhc_post.default, (*inputs, dtype, *self._how), like=first)
                 residual = made
             else:
                 arguments, out_dtype = self._parameters(pre, first)
                 target = torch.ops.dsv4.mhc_post_pre.default
-                made = call(self.graph, target, (*inputs, *arguments, dtype, out_dtype, self.kernel), like=first)
+                made = call(self.graph, target, (*inputs, *arguments, dtype, out_dtype, *self._how), like=first)
                 residual, x, post, comb = (item(self.graph, made, i) for i in range(4))
         self._replace(match.region, match.out, residual)
         if pre is not None:

@@ -93,9 +93,10 @@ def _anchors(graph: Graph) -> Iterator[tuple[Node, int, int, bool]]:
     """(fn, n, D, whether it is stored transposed)"""
     for node in graph.nodes:
         dims = shape(node) if is_leaf(node) and is_floating(node) else None
-        if dims is None or len(dims) != 2 or not all(isinstance(d, int) for d in dims):
+        sizes = [d for d in dims or () if isinstance(d, int)]
+        if dims is None or len(dims) != 2 or len(sizes) != 2:
             continue
-        for (n, features), turned in ((dims, False), (dims[::-1], True)):
+        for (n, features), turned in ((sizes, False), (sizes[::-1], True)):
             if n in STREAMS and features % n == 0 and features // n > 1:
                 yield node, n, features // n, turned
                 break
@@ -163,12 +164,10 @@ def _agreeing(case: Case, draws: list[Draw], proof: HeadProof) -> Carriers:
     """The nodes that carry the formula's result on every draw."""
     found: Carriers | None = None
     for draw in draws:
-        at = [
-            None if i is None else draw.env[case.region.nodes[i]].reshape(-1)
-            for i in (proof.scale, proof.base, proof.norm_weight)
-        ]
+        scale, base = (draw.env[case.region.nodes[i]].reshape(-1) for i in (proof.scale, proof.base))
+        weight = None if proof.norm_weight is None else draw.env[case.region.nodes[proof.norm_weight]].reshape(-1)
         want = reference.mhc_head(
-            draw.residual, draw.fn, *at, proof.rms_eps, proof.pre_eps, proof.norm_eps, torch.float64
+            draw.residual, draw.fn, scale, base, weight, proof.rms_eps, proof.pre_eps, proof.norm_eps, torch.float64
         )
         among = None if found is None else sorted(found.plain | found.flipped)
         seen = carriers(case.region, draw.env, want, among)

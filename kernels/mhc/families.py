@@ -26,6 +26,8 @@ logger = logging.getLogger("dsv4_compile.kernels")
 
 FAMILIES = ("tilelang", "triton", "cuda", "cpp", "reference")
 WISHES = ("auto", *FAMILIES)
+# Families whose order of summation follows the token count, unless they are told otherwise.
+PLANNED = ("cuda", "triton")
 BEST = {"cuda": ("cuda", "triton", "reference"), "cpu": ("cpp", "reference")}
 
 # (wish, device, n, hidden, dtype) decide, so a call looks its family up instead of working it out.
@@ -102,13 +104,20 @@ def _brief(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
 
 
-def run(operator: str, kernel: str, residual: Tensor, arguments: tuple[Any, ...], wide: bool = False) -> Any:
+def run(
+    operator: str,
+    kernel: str,
+    residual: Tensor,
+    arguments: tuple[Any, ...],
+    wide: bool = False,
+    deterministic: bool = False,
+) -> Any:
     """Call `operator` (a function name of `reference.py`) with `arguments` in the family chosen for `residual`.
 
-    Where the family has no such function the reference serves the call.
-
-    `wide` says that another tensor or an output makes the arithmetic float64. A family that raises is passed over from
-    then on for residuals of that kind, and the call is served by the next; running out of memory is raised.
+    Where the family has no such function the reference serves the call. `wide` says that another tensor or an output
+    makes the arithmetic float64; `deterministic` asks a family whose plan follows the token count for one that does
+    not. A family that raises is passed over from then on for residuals of that kind, and the call is served by the next;
+    running out of memory is raised.
     """
     n, hidden = residual.shape[-2:]
     key = (kernel, residual.device, n, hidden, torch.float64 if wide else residual.dtype)
@@ -117,7 +126,10 @@ def run(operator: str, kernel: str, residual: Tensor, arguments: tuple[Any, ...]
         if reason is not None:
             _warn(reason)
         try:
-            return getattr(module, operator, getattr(reference, operator))(*arguments)
+            function = getattr(module, operator, getattr(reference, operator))
+            if deterministic and family in PLANNED and function.__module__ == module.__name__:
+                return function(*arguments, deterministic=True)
+            return function(*arguments)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:

@@ -7,6 +7,7 @@ into Python costs more than the arithmetic of a few tokens.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,7 @@ def kernel(
     """The kernel to register for `operator` under "Autograd", with its keyset.
 
     `implementation` is what the device's key runs. `reference` is a differentiable function of the operator's arguments
-    without the last one; tensors come first among them, None standing for an absent one.
+    up to the first string; tensors come first among them, None standing for an absent one.
     """
 
     class Recompute(torch.autograd.Function):
@@ -33,7 +34,7 @@ def kernel(
         def forward(ctx: Any, keyset: DispatchKeySet, *arguments: Any) -> Any:
             tensors = [value for value in arguments if value is None or isinstance(value, Tensor)]
             ctx.save_for_backward(*tensors)
-            ctx.constants = arguments[len(tensors) : -1]
+            ctx.constants = tuple(itertools.takewhile(lambda v: not isinstance(v, str), arguments[len(tensors) :]))
             ctx.set_materialize_grads(False)
             with torch._C._AutoDispatchBelowAutograd():
                 return operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)

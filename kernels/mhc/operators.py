@@ -1,9 +1,10 @@
 """The operators `dsv4::mhc_pre`, `mhc_post`, `mhc_post_pre` and `mhc_head`, registered at import.
 
 They are functional: all outputs are fresh, contiguous tensors. Arguments, shapes and formulas are those of the
-functions of the same name in `reference.py`, with one more argument at the end: `kernel`, the wished family
-(`families.WISHES`). `post` and `comb` come out in float64 when the residual they are computed from is float64,
-otherwise in float32. Gradients are those of the reference, recomputed from the inputs.
+functions of the same name in `reference.py`, with two more arguments at the end: `kernel`, the wished family
+(`families.WISHES`), and `deterministic`: a row's result depends on no other row, bit for bit (but in the family
+`reference`, whose matrix product promises nothing). `post` and `comb` come out in float64 when the residual they are
+computed from is float64, otherwise in float32. Gradients are those of the reference, recomputed from the inputs.
 
 Wrong shapes or devices raise ValueError; a family that cannot serve a call does not raise, see `families.py`.
 """
@@ -24,20 +25,21 @@ SCHEMAS = {
     "mhc_pre": """(
         Tensor residual, Tensor fn, Tensor scale, Tensor base, Tensor? norm_weight,
         int iters, float rms_eps, float pre_eps, float sinkhorn_eps, float post_mult, float norm_eps,
-        ScalarType out_dtype, str kernel
+        ScalarType out_dtype, str kernel, bool deterministic=False
     ) -> (Tensor layer_input, Tensor post, Tensor comb)""",
     "mhc_post": """(
-        Tensor x, Tensor residual, Tensor post, Tensor comb, ScalarType residual_dtype, str kernel
+        Tensor x, Tensor residual, Tensor post, Tensor comb,
+        ScalarType residual_dtype, str kernel, bool deterministic=False
     ) -> Tensor""",
     "mhc_post_pre": """(
         Tensor x, Tensor residual, Tensor post, Tensor comb,
         Tensor fn, Tensor scale, Tensor base, Tensor? norm_weight,
         int iters, float rms_eps, float pre_eps, float sinkhorn_eps, float post_mult, float norm_eps,
-        ScalarType residual_dtype, ScalarType out_dtype, str kernel
+        ScalarType residual_dtype, ScalarType out_dtype, str kernel, bool deterministic=False
     ) -> (Tensor new_residual, Tensor layer_input, Tensor post, Tensor comb)""",
     "mhc_head": """(
         Tensor residual, Tensor fn, Tensor scale, Tensor base, Tensor? norm_weight,
-        float rms_eps, float pre_eps, float norm_eps, ScalarType out_dtype, str kernel
+        float rms_eps, float pre_eps, float norm_eps, ScalarType out_dtype, str kernel, bool deterministic=False
     ) -> Tensor""",
 }
 NAMES = tuple(SCHEMAS)
@@ -122,25 +124,37 @@ def _mhc_head(residual: Tensor, *arguments: Any) -> Tensor:
 # The same for compiled code (`kernels/lowering.py`), whose shapes have been checked when it was traced.
 
 
-def _direct_pre(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return families.run("mhc_pre", arguments[-1], arguments[0], arguments[:-1])
+def _direct_pre(residual: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _run("mhc_pre", residual, (residual, *arguments))
 
 
-def _direct_head(*arguments: Any) -> Tensor:
-    return families.run("mhc_head", arguments[-1], arguments[0], arguments[:-1])
+def _direct_head(residual: Tensor, *arguments: Any) -> Tensor:
+    return _run("mhc_head", residual, (residual, *arguments))
 
 
-def _direct_post(*arguments: Any) -> Tensor:
-    return families.run("mhc_post", arguments[-1], arguments[1], arguments[:-1])
+def _direct_post(x: Tensor, residual: Tensor, *arguments: Any) -> Tensor:
+    return _run("mhc_post", residual, (x, residual, *arguments))
 
 
-def _direct_post_pre(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    wide = arguments[-3] is torch.float64
-    return families.run("mhc_post_pre", arguments[-1], arguments[1], arguments[:-1], wide=wide)
+def _direct_post_pre(x: Tensor, residual: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _run("mhc_post_pre", residual, (x, residual, *arguments))
+
+
+def _run(operator: str, residual: Tensor, arguments: tuple[Any, ...]) -> Any:
+    numbers, kernel, deterministic = split(arguments)
+    wide = operator == "mhc_post_pre" and numbers[-2] is torch.float64  # the residual between the two
+    return families.run(operator, kernel, residual, numbers, wide, deterministic)
+
+
+def split(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], str, bool]:
+    """The arguments of the function, the wished family and `deterministic`, which is not passed when it is False."""
+    if isinstance(arguments[-1], str):
+        return arguments[:-1], arguments[-1], False
+    return arguments[:-2], arguments[-2], arguments[-1]
 
 
 def _fake_pre(residual: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *_, out_dtype, _kernel = arguments
+    (*_, out_dtype), _, _ = split(arguments)
     *lead, n, hidden = residual.shape
     compute = reference.compute_dtype(residual.dtype)
     return (
@@ -151,18 +165,18 @@ def _fake_pre(residual: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor
 
 
 def _fake_post(x: Tensor, residual: Tensor, *arguments: Any) -> Tensor:
-    *_, residual_dtype, _kernel = arguments
+    (*_, residual_dtype), _, _ = split(arguments)
     return residual.new_empty(residual.shape, dtype=residual_dtype)
 
 
 def _fake_post_pre(x: Tensor, residual: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *_, residual_dtype, out_dtype, kernel = arguments
+    (*_, residual_dtype, out_dtype), kernel, _ = split(arguments)
     new_residual = _fake_post(x, residual, residual_dtype, kernel)
     return (new_residual, *_fake_pre(new_residual, out_dtype, kernel))
 
 
 def _fake_head(residual: Tensor, *arguments: Any) -> Tensor:
-    *_, out_dtype, _kernel = arguments
+    (*_, out_dtype), _, _ = split(arguments)
     *lead, _, hidden = residual.shape
     return residual.new_empty((*lead, hidden), dtype=out_dtype)
 

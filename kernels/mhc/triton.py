@@ -51,6 +51,8 @@ WIDTH_WIDE = 16  # with more streams than UNROLLED
 UNROLLED = 4
 # Up to so many tokens, at most so many slices of the hidden axis: about 128 to 512 blocks.
 PLANS = ((16, 128), (64, 32), (256, 16), (2048, 8), (math.inf, 2))
+# The token count whose plan serves all of them where a row's result must not depend on the other rows.
+DETERMINISTIC = 64
 # Parts (tokens times slices) that one program of `finish_kernel` loads at a time.
 CELLS = 32
 MIX_WARPS = 4
@@ -141,11 +143,12 @@ def _mix(
     post: tuple[Tensor, Tensor, Tensor, Tensor] | None,
     fn: Tensor | None,
     tokens: int,
+    deterministic: bool = False,
 ) -> Tensor | None:
     """Launch `mix_kernel`; returns the partials when there is `fn`. `post`: x, post, comb, new_residual (filled)."""
     n, hidden = residual.shape[-2:]
     logits = (2 + n) * n
-    plan = _plan(tokens, n, hidden)
+    plan = _plan(DETERMINISTIC if deterministic else tokens, n, hidden)
     partials = None
     if fn is not None:
         partials = torch.empty((plan.splits, tokens, logits + 1), dtype=torch.float32, device=residual.device)
@@ -204,6 +207,7 @@ def _run(
     iters: int,
     constants: tuple[float, float, float, float, float],
     out_dtype: torch.dtype,
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`pre` of the streams that `post` makes of `residual`, or of `residual` itself; all tensors are ready."""
     *lead, n, hidden = residual.shape
@@ -213,7 +217,7 @@ def _run(
     if (tokens := math.prod(lead)) > 0:
         fn, scale, base, norm_weight = weights
         with _device(residual):
-            partials = _mix(residual, post, fn, tokens)
+            partials = _mix(residual, post, fn, tokens, deterministic)
             assert partials is not None
             _finish(
                 residual if post is None else post[3],
@@ -239,14 +243,22 @@ def mhc_pre(
     post_mult: float,
     norm_eps: float,
     out_dtype: torch.dtype,
+    deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`reference.mhc_pre`; outputs contiguous."""
     weights = (_ready(fn), _ready(scale), _ready(base), None if norm_weight is None else _ready(norm_weight))
     constants = (rms_eps, pre_eps, sinkhorn_eps, post_mult, norm_eps)
-    return _run(_ready(residual), None, weights, iters, constants, out_dtype)
+    return _run(_ready(residual), None, weights, iters, constants, out_dtype, deterministic)
 
 
-def mhc_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, residual_dtype: torch.dtype) -> Tensor:
+def mhc_post(
+    x: Tensor,
+    residual: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    residual_dtype: torch.dtype,
+    deterministic: bool = False,  # it always is
+) -> Tensor:
     """`reference.mhc_post`; output contiguous."""
     new_residual = torch.empty(residual.shape, dtype=residual_dtype, device=residual.device)
     if (tokens := math.prod(residual.shape[:-2])) > 0:
@@ -272,10 +284,11 @@ def mhc_post_pre(
     norm_eps: float,
     residual_dtype: torch.dtype,
     out_dtype: torch.dtype,
+    deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`reference.mhc_post_pre`; outputs contiguous."""
     new_residual = torch.empty(residual.shape, dtype=residual_dtype, device=residual.device)
     streams = (_ready(x), _ready(post), _ready(comb), new_residual)
     weights = (_ready(fn), _ready(scale), _ready(base), None if norm_weight is None else _ready(norm_weight))
     constants = (rms_eps, pre_eps, sinkhorn_eps, post_mult, norm_eps)
-    return new_residual, *_run(_ready(residual), streams, weights, iters, constants, out_dtype)
+    return new_residual, *_run(_ready(residual), streams, weights, iters, constants, out_dtype, deterministic)

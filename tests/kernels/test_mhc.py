@@ -292,6 +292,20 @@ def test_rows_do_not_depend_on_each_other_or_on_threads_in_cpp() -> None:
         torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("kernel", FAMILIES)
+def test_deterministic_changes_no_result(kernel: str) -> None:
+    case = make((9,), 64)
+    operators = torch.ops.dsv4
+    for operator, arguments in (
+        (operators.mhc_post_pre, tuple(case)),
+        (operators.mhc_pre, case.pre()),
+        (operators.mhc_post, case.expand()),
+    ):
+        plain, fixed = operator(*arguments, kernel), operator(*arguments, kernel, True)
+        for a, b in zip(*((x,) if isinstance(x, Tensor) else x for x in (plain, fixed)), strict=True):
+            assert torch.equal(a, b)
+
+
 def test_threads_may_call_at_once() -> None:
     case = make((20,), 256)
     wanted = oracle(case)
@@ -600,6 +614,25 @@ def test_on_a_gpu_rows_are_equal_within_one_plan(kernel: str, ranges: list[tuple
     for few, many in ranges:
         one, other = (torch.ops.dsv4.mhc_post_pre(*first_rows(case, count), kernel) for count in (few, many))
         assert all(torch.equal(a, b[:few]) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", GPU_FAMILIES)
+@pytest.mark.parametrize("hidden", [1000, 4096])
+def test_on_a_gpu_deterministic_rows_are_equal_in_any_batch(kernel: str, hidden: int) -> None:
+    case = make((3000,), hidden, dtype=torch.bfloat16, device="cuda")
+    many = torch.ops.dsv4.mhc_post_pre(*case, kernel, True)
+    of_pre = torch.ops.dsv4.mhc_pre(*case.pre(), kernel, True)
+    for count in (1, 2, 16, 17, 33, 65, 257, 1025, 2049):
+        some = Case(*first_rows(case, count))
+        got = torch.ops.dsv4.mhc_post_pre(*some, kernel, True)
+        assert all(torch.equal(a, b[:count]) for a, b in zip(got, many, strict=True)), count
+        got = torch.ops.dsv4.mhc_pre(*some.pre(), kernel, True)
+        assert all(torch.equal(a, b[:count]) for a, b in zip(got, of_pre, strict=True)), count
+    shifted = Case(*(v[5:] if i < 4 else v for i, v in enumerate(case)))
+    got = torch.ops.dsv4.mhc_post_pre(*shifted, kernel, True)
+    assert all(torch.equal(a, b[5:]) for a, b in zip(got, many, strict=True))
+    assert_served_by(kernel, case)
 
 
 @pytest.mark.gpu

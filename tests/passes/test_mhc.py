@@ -331,3 +331,14 @@ def test_time_of_the_pass_is_linear_in_layers():
         assert len(graph.mhc) == layers + 1
         counts.append(mhc_proof._proved.cache_info().currsize + mhc_post._proved.cache_info().currsize)
     assert counts[1] <= counts[0] + 2
+
+
+def test_deterministic_reaches_the_operators_and_strict_accepts_it():
+    """On the CPU every family but the reference keeps rows apart by itself."""
+    module, x = Stack(*SPELLINGS["hf"], hidden=64, layers=2), torch.randn(2, 5, 4, 64)
+    out, graph = run(module, x, deterministic=True, strict=True)
+    assert {site.kernel for site in graph.mhc} == {"cpp"}
+    assert error(out, oracle_of(module, x)) < 1e-6
+    run(module, x, deterministic=True, mhc="reference")
+    effective = dsv4_compile.report().effective["deterministic"]
+    assert effective["value"] == "False" and "reference" in effective["reason"]

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from dsv4_compile.kernels.mhc import counters
 from dsv4_compile.kernels.mhc.cuda.compilation import NORMAL_EPS, TYPES, Variant, bindings, check, kernel, token_bytes
-from dsv4_compile.kernels.mhc.cuda.plans import PLANS, WARPS, Plan, plan_for
+from dsv4_compile.kernels.mhc.cuda.plans import DETERMINISTIC, PLANS, WARPS, Plan, plan_for
 
 __all__ = ["PLANS", "Plan", "mhc_head", "mhc_post", "mhc_post_pre", "mhc_pre", "refusal"]
 
@@ -208,10 +208,12 @@ def mhc_pre(
     post_mult: float,
     norm_eps: float,
     out_dtype: torch.dtype,
+    deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`reference.mhc_pre`; outputs contiguous."""
     constants = (rms_eps, pre_eps, sinkhorn_eps, post_mult, norm_eps)
-    return _run(residual, None, (fn, scale, base, norm_weight), iters, constants, out_dtype)
+    plan = DETERMINISTIC if deterministic else None
+    return _run(residual, None, (fn, scale, base, norm_weight), iters, constants, out_dtype, plan)
 
 
 def mhc_head(
@@ -224,13 +226,22 @@ def mhc_head(
     pre_eps: float,
     norm_eps: float,
     out_dtype: torch.dtype,
+    deterministic: bool = False,
 ) -> Tensor:
     """`reference.mhc_head`; output contiguous."""
     weights = (fn, scale, base, norm_weight)
-    return _run(residual, None, weights, 0, (rms_eps, pre_eps, 1.0, 0.0, norm_eps), out_dtype)[0]
+    plan = DETERMINISTIC if deterministic else None
+    return _run(residual, None, weights, 0, (rms_eps, pre_eps, 1.0, 0.0, norm_eps), out_dtype, plan)[0]
 
 
-def mhc_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, residual_dtype: torch.dtype) -> Tensor:
+def mhc_post(
+    x: Tensor,
+    residual: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    residual_dtype: torch.dtype,
+    deterministic: bool = False,  # it always is
+) -> Tensor:
     """`reference.mhc_post`; output contiguous."""
     n, hidden = residual.shape[-2:]
     new_residual = torch.empty(residual.shape, dtype=residual_dtype, device=residual.device)
@@ -270,9 +281,11 @@ def mhc_post_pre(
     norm_eps: float,
     residual_dtype: torch.dtype,
     out_dtype: torch.dtype,
+    deterministic: bool = False,
     plan: Plan | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`reference.mhc_post_pre`; outputs contiguous."""
+    """`reference.mhc_post_pre`; outputs contiguous. `plan` is for measurements and tests."""
+    plan = DETERMINISTIC if deterministic else plan
     new_residual = torch.empty(residual.shape, dtype=residual_dtype, device=residual.device)
     constants = (rms_eps, pre_eps, sinkhorn_eps, post_mult, norm_eps)
     weights = (fn, scale, base, norm_weight)

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-__all__ = ["PLANS", "WARPS", "Plan", "plan_for"]
+__all__ = ["DETERMINISTIC", "PLANS", "WARPS", "Plan", "plan_for"]
 
 WARPS = 8  # of a block
 
@@ -60,6 +60,9 @@ _LONG = Plan(groups=2, whole=True, vec=8, steps=4, together=8, ahead=False, lag=
 # size 4096 and 1, 16, 64, 128, 512 and 8192 tokens.
 PLANS: tuple[tuple[float, Plan], ...] = ((32, _NARROW), (64, _TILES), (256, _TURNS), (1024, _WIDE), (math.inf, _LONG))
 
+
+# The one for every token count where a row's result must not depend on the other rows.
+DETERMINISTIC = _TURNS
 
 # Shared memory that lets two blocks run on a multiprocessor of an H100.
 SHARED_BYTES = 110_000
