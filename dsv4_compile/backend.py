@@ -19,7 +19,6 @@ from torch.fx import GraphModule
 import dsv4_compile
 from dsv4_compile import dump, memory, verification
 from dsv4_compile.hook import HOOK, chained
-from dsv4_compile.kernels.mhc import counters
 from dsv4_compile.options import DEFAULTS, Options, disabled
 from dsv4_compile.passes.mhc import MhcPass
 from dsv4_compile.passes.pipeline import Collected, GraphPass, GraphPasses, collecting
@@ -85,9 +84,6 @@ def dsv4(
     _fill(graph, collected, time.perf_counter() - start, chosen, key)
     _settle(report, graph, collected, chosen)
     memory.pack(collected, example_inputs, graph)
-    if graph.mhc:  # also after a warm start, which has not looked for a kernel family
-        for device in {x.device for x in example_inputs if isinstance(x, torch.Tensor)}:
-            counters.prepare(device)
     if chosen.dump_dir is not None:
         dump.write_report(chosen.dump_dir, report)
     logger.info("%s", report)

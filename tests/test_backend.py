@@ -25,7 +25,7 @@ import dsv4_compile
 from dsv4_compile.kernels.linear import packing
 from dsv4_compile.passes.mhc import MhcPass
 from tests.passes.test_mhc import error, oracle_of, residual
-from tests.spellings import NEAR_MISSES, Stack, deepseek_post, hf_post, hf_pre
+from tests.spellings import NEAR_MISSES, SPELLINGS, Stack, deepseek_post, hf_post, hf_pre
 
 FORMS = ["pre", "post_pre", "post"]
 STRATEGIES = ["streams", "pack", "serial"]
@@ -816,3 +816,15 @@ def test_package_needs_no_import_of_the_user(tmp_path: Path):
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout.split() == ["[0.0,", "0.0,", "0.0]", "False", "False"], done.stderr
+
+
+def test_inductors_code_calls_the_operators_without_the_dispatcher():
+    from torch._inductor.utils import run_and_get_code
+
+    module = Stack(*SPELLINGS["hf"], hidden=64, layers=1)
+    with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+        compiled = torch.compile(module, backend="dsv4")
+        out, (code,) = run_and_get_code(compiled, x := torch.randn(1, 3, 4, 64))
+        torch.testing.assert_close(out, module(x))
+    assert code.count("torch.ops.dsv4.mhc_pre.default.direct(") == 1
+    assert "torch.ops.dsv4.mhc_pre.default(" not in code

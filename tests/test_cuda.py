@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -40,6 +43,25 @@ def test_real_model_equals_eager(projections):
     if projections == "auto":
         assert {group.strategy for group in graph.projections} == {"pack"}
         assert packing.fallbacks() == []
+
+
+def test_a_fresh_process_compiles_and_runs():
+    """Nothing has called a kernel before the passes ask for its family."""
+    script = """
+import torch
+from tests.spellings import SPELLINGS, Stack
+module = Stack(*SPELLINGS["hf"], hidden=256, layers=2).cuda()
+x = torch.randn(1, 5, 4, 256, device="cuda")
+with torch.no_grad():
+    for options in ({}, {"inductor": {"triton.cudagraphs": True}}):
+        torch._dynamo.reset()
+        compiled = torch.compile(module, backend="dsv4", options=options)
+        for _ in range(4):
+            out = compiled(x).clone()
+        print(float((out - module(x)).norm() / module(x).norm()) < 1e-5)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert done.stdout.split() == ["True", "True"], done.stderr[-2000:]
 
 
 def test_low_precision_is_as_close_to_float64_as_inductor():

@@ -44,7 +44,7 @@ def test_generate_of_a_compiled_hugging_face_model_gives_the_tokens_of_eager() -
     out = run("examples/huggingface.py")
     assert "The same tokens as eager." in out
     assert "The same names in the state_dict." in out
-    assert re.search(r"graph 0/0: 1 mhc pre, 1 mhc post_pre, 1 mhc post; [1-9] groups of projections", out)
+    assert re.search(r"graph 0/0: 1 mhc pre, 1 mhc post_pre, 1 mhc post, 1 mhc head; [1-9] groups of projections", out)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dsv4_compile.kernels import streams as auxiliary
 from dsv4_compile.kernels.linear import packing
+from dsv4_compile.kernels.lowering import directly
 
 __all__ = ["packed_linear", "parallel_linear"]
 
@@ -264,4 +265,4 @@ for _name, _run, _fake, _composed in (
     torch.library.register_fake(f"dsv4::{_name}", _fake, lib=_library)
     _operator = getattr(torch.ops.dsv4, _name).default
     _library.impl(_name, _with_autograd(_operator, _composed), "Autograd", with_keyset=True)
-    _operator.direct = _run  # for compiled code, see `kernels/lowering.py`
+    directly(_operator, _run)

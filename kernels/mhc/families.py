@@ -116,8 +116,8 @@ def run(
 
     Where the family has no such function the reference serves the call. `wide` says that another tensor or an output
     makes the arithmetic float64; `deterministic` asks a family whose plan follows the token count for one that does
-    not. A family that raises is passed over from then on for residuals of that kind, and the call is served by the next;
-    running out of memory is raised.
+    not. A family that raises is passed over from then on for residuals of that kind, and the call is served by the
+    next; running out of memory is raised.
     """
     n, hidden = residual.shape[-2:]
     key = (kernel, residual.device, n, hidden, torch.float64 if wide else residual.dtype)

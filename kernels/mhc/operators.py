@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4_compile.kernels.lowering import directly
 from dsv4_compile.kernels.mhc import families, gradients, reference
 
 __all__ = ["NAMES"]
@@ -142,7 +143,7 @@ def _direct_post_pre(x: Tensor, residual: Tensor, *arguments: Any) -> tuple[Tens
 
 def _run(operator: str, residual: Tensor, arguments: tuple[Any, ...]) -> Any:
     numbers, kernel, deterministic = split(arguments)
-    wide = operator == "mhc_post_pre" and numbers[-2] is torch.float64  # the residual between the two
+    wide = any(value is torch.float64 for value in numbers[-2:])  # the dtypes of the outputs
     return families.run(operator, kernel, residual, numbers, wide, deterministic)
 
 
@@ -209,7 +210,7 @@ def _register() -> torch.library.Library:
         torch.library.register_fake(f"dsv4::{name}", fake, lib=library)
         recompute = gradients.kernel(getattr(torch.ops.dsv4, name).default, implementation, function)
         library.impl(name, recompute, "Autograd", with_keyset=True)
-        getattr(torch.ops.dsv4, name).default.direct = _DIRECT[name]
+        directly(getattr(torch.ops.dsv4, name).default, _DIRECT[name])
     return library
 
 

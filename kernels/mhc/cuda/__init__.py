@@ -37,9 +37,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4_compile.kernels.mhc import counters
-from dsv4_compile.kernels.mhc.cuda.compilation import NORMAL_EPS, TYPES, Variant, bindings, check, kernel, token_bytes
-from dsv4_compile.kernels.mhc.cuda.plans import DETERMINISTIC, PLANS, WARPS, Plan, plan_for
+from dsv4_compile.kernels.mhc.cuda import counters
+from dsv4_compile.kernels.mhc.cuda.compilation import NORMAL_EPS, TYPES, Variant, kernel, token_bytes
+from dsv4_compile.kernels.mhc.cuda.driver import bindings, check
+from dsv4_compile.kernels.mhc.cuda.plans import (
+    DETERMINISTIC,
+    HOPPER_SHARED_BYTES,
+    PLANS,
+    WARPS,
+    Plan,
+    fitting,
+    plan_for,
+)
 
 __all__ = ["PLANS", "Plan", "mhc_head", "mhc_post", "mhc_post_pre", "mhc_pre", "refusal"]
 
@@ -86,6 +95,13 @@ def _ready(tensor: Tensor, types: tuple[torch.dtype, ...] = tuple(TYPES)) -> Ten
 _FLOAT = (torch.float32,)
 
 
+@functools.cache
+def _shared_limit(device: torch.device) -> int:
+    driver, _ = bindings()
+    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    return check(driver.cuDeviceGetAttribute(attribute, check(driver.cuDeviceGet(device.index))))
+
+
 @functools.lru_cache(maxsize=16384)
 def _variant(
     tokens: int,
@@ -98,9 +114,11 @@ def _variant(
     has_post: bool,
     has_norm: bool,
     denormal: bool,
+    shared_limit: int = HOPPER_SHARED_BYTES,
 ) -> Variant:
     types = tuple(TYPES[dtype] for dtype in dtypes)
-    plan = plan or plan_for(tokens, n, hidden, token_bytes(n, types, has_post))
+    plan = plan or plan_for(tokens)
+    plan = fitting(plan, n, hidden, logits, token_bytes(n, types, has_post), shared_limit)
     return Variant(plan, n, hidden, logits, iters, types, has_post, has_norm, denormal)
 
 
@@ -147,7 +165,8 @@ def _run(
         out_dtype,
     )
     denormal = constants[2] < NORMAL_EPS
-    variant = _variant(tokens, plan, n, hidden, logits, iters, dtypes, x is not None, norm_weight is not None, denormal)
+    with_norm, limit = norm_weight is not None, _shared_limit(device)
+    variant = _variant(tokens, plan, n, hidden, logits, iters, dtypes, x is not None, with_norm, denormal, limit)
     plan = variant.plan
     index = device.index
     slices = plan.slices(n, hidden)
@@ -159,17 +178,20 @@ def _run(
         partials = torch.empty(tokens * slices * (-(-(logits + 1) // 8) * 8), dtype=torch.float32, device=device)
         arguments = (
             x, residual, old_post, old_comb, fn, scale, base, norm_weight, new_residual, layer_input, new_post,
-            new_comb, partials, counters.zeros(tiles, device),
+            new_comb, partials,
         )  # fmt: skip
         addresses = (0 if tensor is None else tensor.data_ptr() for tensor in arguments)
-        packed = ARGUMENTS.pack(*addresses, tokens, *constants)
+        counter, held = counters.take(tiles, index)
+        packed = ARGUMENTS.pack(*addresses, counter, tokens, *constants)
         _launch(kernel(variant, index), index, blocks, variant.shared_bytes, packed)
+        del held
     return layer_input, new_post, new_comb
 
 
 def _launch(function: Any, device: int, blocks: int, shared_bytes: int, arguments: bytes) -> None:
     """Launch on the current stream; the blocks may start while the launch before ends, and wait for that themselves."""
     driver, _ = bindings()
+    torch.cuda.is_current_stream_capturing()  # makes the device's context current in a thread that has none yet
     buffer = ctypes.create_string_buffer(arguments, len(arguments))
     parameters = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
     config = _config(device, blocks, shared_bytes, torch._C._cuda_getCurrentRawStream(device))
@@ -254,7 +276,7 @@ def mhc_post(
     types = tuple(TYPES[dtype] for dtype in dtypes)
     variant = Variant(PLANS[0][1], n, hidden, n, 0, types, True, False, False, "mhc_post")
     index = residual.device.index
-    tensors: list[Tensor | None] = [None] * 14
+    tensors: list[Tensor | None] = [None] * 14  # without counters
     tensors[:4] = x, residual, post, comb
     tensors[8] = new_residual
     addresses = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
+from dsv4_compile.kernels.mhc.cuda.driver import bindings, check
 from dsv4_compile.kernels.mhc.cuda.plans import Plan
 
-__all__ = ["NORMAL_EPS", "TYPES", "Variant", "bindings", "check", "cubin", "kernel", "token_bytes"]
+__all__ = ["NORMAL_EPS", "TYPES", "Variant", "cubin", "kernel", "token_bytes"]
 
 logger = logging.getLogger("dsv4_compile.kernels")
 
@@ -22,8 +23,8 @@ TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}
 BYTES = {"float": 4, "bf16": 2, "f16": 2}
 FOLDER = Path(__file__).parent
 SOURCE = FOLDER / "mhc.cu"
-# Below this a sum of Sinkhorn could be denormal, which the fast reciprocal takes for zero.
-NORMAL_EPS = 1e-30
+# Below this the product of two sums of Sinkhorn could be denormal, which the fast reciprocal takes for zero.
+NORMAL_EPS = 1e-18
 
 
 @dataclass(frozen=True)
@@ -78,27 +79,6 @@ class Variant:
 def token_bytes(n: int, types: tuple[str, ...], has_post: bool) -> int:
     """Bytes of all streams and of `x` in one column of a token."""
     return n * max(BYTES[types[0]], BYTES[types[1]]) + has_post * BYTES[types[2]]
-
-
-@functools.cache
-def bindings() -> tuple[Any, Any]:
-    """NVIDIA's bindings of the driver and of NVRTC, on which the CUDA builds of torch depend."""
-    from cuda.bindings import driver, nvrtc
-
-    check(nvrtc.nvrtcVersion())
-    return driver, nvrtc
-
-
-def check(result: tuple[Any, ...]) -> Any:
-    """What a call of the bindings returned besides its status.
-
-    Raises:
-        RuntimeError: the status is an error.
-    """
-    status, *values = result
-    if int(status) != 0:
-        raise RuntimeError(f"CUDA returned {status.name}")
-    return values[0] if len(values) == 1 else tuple(values)
 
 
 def cubin(variant: Variant, capability: tuple[int, int]) -> bytes:

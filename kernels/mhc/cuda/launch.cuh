@@ -32,9 +32,11 @@ struct Arguments {
 };
 
 // Blocks start before the launch before has ended (__init__.py: `_launch`). What it wrote may be read from here on.
+// The next launch may start as well from here on: it waits for the end of this one in the same way.
 __device__ __forceinline__ void wait_for_inputs() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
 

@@ -68,10 +68,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) mhc(const Argument
     constexpr int LARGER = PRODUCER > WEIGHTS ? PRODUCER : WEIGHTS;
     __shared__ float scratch[LARGER > CONSUMER ? LARGER : CONSUMER];
 
-#if __CUDA_ARCH__ >= 900
-    // The next launch may start as well once all blocks have: it waits for this one's end in the same way.
-    asm volatile("griddepcontrol.launch_dependents;");
-#endif
     if constexpr (COMBINED) {
         // Every block is a producer, then a consumer of its share of a tile that blocks before it have produced.
         wait_for_inputs();

@@ -119,7 +119,8 @@ __device__ __forceinline__ float exponential(float x) {
     const float lost = fmaf(x, log2_e, -product) + x * rest;
     float power;
     asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"(product));
-    return power * (1.0f + lost * ln_2);
+    // Far out there is nothing to add, and with an infinite x what is lost would not be a number.
+    return fabsf(product) > 256.0f ? power : power * (1.0f + lost * ln_2);
 }
 
 __device__ __forceinline__ float sigmoid(float x) { return reciprocal(1.0f + exponential(-x)); }

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-__all__ = ["DETERMINISTIC", "PLANS", "WARPS", "Plan", "plan_for"]
+__all__ = ["DETERMINISTIC", "HOPPER_SHARED_BYTES", "PLANS", "WARPS", "Plan", "fitting", "plan_for"]
 
 WARPS = 8  # of a block
 
@@ -64,20 +64,36 @@ PLANS: tuple[tuple[float, Plan], ...] = ((32, _NARROW), (64, _TILES), (256, _TUR
 # The one for every token count where a row's result must not depend on the other rows.
 DETERMINISTIC = _TURNS
 
-# Shared memory that lets two blocks run on a multiprocessor of an H100.
-SHARED_BYTES = 110_000
+# Shared memory of a block at most, and what lets two blocks run on a multiprocessor.
+HOPPER_SHARED_BYTES = 232_448
+TWO_BLOCKS = HOPPER_SHARED_BYTES // 2
 
 
-def plan_for(tokens: int, n: int = 4, hidden: int = 4096, token_bytes: int = 10) -> Plan:
-    """The plan for `tokens` rows of `n` streams.
+def plan_for(tokens: int) -> Plan:
+    """The plan for `tokens` rows, before `fitting`."""
+    return next(plan for limit, plan in PLANS if tokens <= limit)
+
+
+def fitting(plan: Plan, n: int, hidden: int, logits: int, token_bytes: int, shared_limit: int) -> Plan:
+    """`plan`, or a smaller one that the registers and the shared memory of a block have room for.
 
     Args:
+        n: streams.
         hidden: columns of a stream.
+        logits: rows of `fn`.
         token_bytes: bytes of all streams and of `x` in one column of a token.
+        shared_limit: bytes of shared memory that a block can have on the device.
     """
-    plan = next(plan for limit, plan in PLANS if tokens <= limit)
     if plan.tokens > 1 and hidden > 4096:
         plan = dataclasses.replace(plan, tokens=1)  # a row of each stream in the registers is all there is room for
-    if plan.whole and plan.vec == 8 and plan.staged_bytes(token_bytes) > SHARED_BYTES:
+    sums = 4 * WARPS * 16 * (logits + 1)
+    weights = 4 * plan.tile * n * (n + 1)
+    fixed = max(sums, weights) + 1024
+    limit = min(shared_limit, max(TWO_BLOCKS, shared_limit // 2))
+    if plan.whole and plan.vec == 8 and plan.staged_bytes(token_bytes) + fixed > limit:
         plan = dataclasses.replace(plan, vec=4, steps=2 * plan.steps)
+    if plan.whole and plan.staged_bytes(token_bytes) + fixed > shared_limit:
+        plan = dataclasses.replace(plan, stages=1)
+    if plan.whole and plan.staged_bytes(token_bytes) + fixed > shared_limit:
+        return _NARROW
     return plan
