@@ -25,7 +25,7 @@ def directly(operator: Any, function: Callable[..., Any]) -> None:
     name = operator.name()
 
     def call(*arguments: Any) -> Any:
-        if not torch.autograd._profiler_enabled():
+        if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
             return function(*arguments)
         with torch.profiler.record_function(name):
             return function(*arguments)

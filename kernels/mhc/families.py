@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import sys
 import threading
 from types import ModuleType
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from dsv4_compile.kernels.mhc import reference
 
-__all__ = ["FAMILIES", "WISHES", "forget", "resolve", "run"]
+__all__ = ["FAMILIES", "WISHES", "forget", "resolve", "run", "warmup"]
 
 logger = logging.getLogger("dsv4_compile.kernels")
 
@@ -143,6 +144,18 @@ def _record(family: str, key: Key, reason: str) -> None:
     with _lock:
         _failures[family, device.type, n, hidden, dtype] = reason
         _chosen.clear()
+
+
+def warmup(max_tokens: int) -> int:
+    """Compile the kernels for every token count from 1 to `max_tokens`, so that serving compiles nothing.
+
+    What else a kernel depends on (widths, dtypes, constants) is taken from the calls so far: call this after one
+    forward pass. It is for the family `cuda`; Triton's kernels are compiled when they are first called. Returns their
+    number.
+    """
+    if "dsv4_compile.kernels.mhc.cuda" not in sys.modules:
+        return 0
+    return int(_module("cuda").warmup(max_tokens))
 
 
 def forget() -> None:

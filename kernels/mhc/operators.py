@@ -189,7 +189,7 @@ _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callab
     "mhc_head": (_mhc_head, _fake_head, reference.mhc_head),
 }
 
-_DIRECT = {
+_DIRECT: dict[str, Callable[..., Any]] = {
     "mhc_pre": _direct_pre,
     "mhc_post": _direct_post,
     "mhc_post_pre": _direct_post_pre,

@@ -5,16 +5,18 @@ from __future__ import annotations
 import concurrent.futures
 import itertools
 import math
+import os
 import re
 import shutil
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from dsv4_compile.kernels.mhc import cuda, families, reference
+from dsv4_compile.kernels.mhc import cuda, families, reference, warmup
 from dsv4_compile.kernels.mhc.cuda import ARGUMENTS, compilation, counters
 from dsv4_compile.kernels.mhc.cuda.driver import bindings, check
 from dsv4_compile.kernels.mhc.cuda.plans import (
@@ -85,6 +87,39 @@ def variant(
 ) -> compilation.Variant:
     dtypes = (dtype, dtype, dtype, torch.float32, torch.float32, dtype, dtype)
     return cuda._variant(tokens, None, n, hidden, (2 + n) * n, 20, dtypes, has_post, True, False)
+
+
+def test_warmup_knows_every_kernel_that_a_token_count_can_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_seen", set())
+    cuda._variant.cache_clear()
+    for n, has_post in ((4, True), (4, False), (8, True)):
+        variant(1, n, 7168, has_post=has_post)
+    known = {one for one, _ in cuda.reachable(5000)}
+    asked = {
+        variant(tokens, n, 7168, has_post=post) for tokens in range(1, 5001) for n, post in ((4, 1), (4, 0), (8, 1))
+    }
+    assert asked == known
+    assert {one for one, _ in cuda.reachable(20)} < known
+
+
+def test_processes_share_a_cold_folder(tmp_path: Path) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    script = """
+import torch
+from tests.kernels.test_mhc_cuda import variant
+from dsv4_compile.kernels.mhc.cuda.compilation import cubin
+print(len(cubin(variant(1), (9, 0))))
+"""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", script]
+    root = Path(__file__).parents[2]
+    running = [
+        subprocess.Popen(command, env=environment, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(4)
+    ]
+    outputs = [process.communicate() for process in running]
+    assert len({out for out, _ in outputs}) == 1 and int(outputs[0][0]) > 10_000, outputs
+    assert len(list((tmp_path / "dsv4").glob("*"))) == 1
 
 
 def compiled_by_nvcc(one: compilation.Variant, folder: Path) -> str:
@@ -299,6 +334,17 @@ def test_a_base_of_minus_infinity_masks() -> None:
     got = torch.ops.dsv4.mhc_post_pre(*case, "cuda")
     assert all(v.isfinite().all() for v in wanted)
     assert_close(got, tuple(v.double() for v in wanted), 1e-5)
+
+
+@pytest.mark.gpu
+def test_after_warmup_nothing_is_compiled() -> None:
+    case = make((3000,), 256, dtype=torch.bfloat16, device="cuda")
+    torch.ops.dsv4.mhc_post_pre(*first_rows(case, 1), "cuda")
+    warmup(3000)
+    before = len(compilation._kernels)
+    for tokens in (*range(1, 300), 1000, 1024, 1025, 3000):
+        torch.ops.dsv4.mhc_post_pre(*first_rows(case, tokens), "cuda")
+    assert len(compilation._kernels) == before
 
 
 @pytest.mark.gpu

@@ -50,7 +50,7 @@ from dsv4_compile.kernels.mhc.cuda.plans import (
     plan_for,
 )
 
-__all__ = ["PLANS", "Plan", "mhc_head", "mhc_post", "mhc_post_pre", "mhc_pre", "refusal"]
+__all__ = ["PLANS", "Plan", "mhc_head", "mhc_post", "mhc_post_pre", "mhc_pre", "reachable", "refusal", "warmup"]
 
 STREAMS = range(2, 9)
 # A consumer holds a row of each stream in registers.
@@ -96,14 +96,27 @@ _FLOAT = (torch.float32,)
 
 
 @functools.cache
-def _shared_limit(device: torch.device) -> int:
+def _shared_limit(index: int | None) -> int:
+    """Bytes of shared memory that a block can have on CUDA device `index`, or on an H100."""
+    if index is None:
+        return HOPPER_SHARED_BYTES
     driver, _ = bindings()
     attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-    return check(driver.cuDeviceGetAttribute(attribute, check(driver.cuDeviceGet(device.index))))
+    return check(driver.cuDeviceGetAttribute(attribute, check(driver.cuDeviceGet(index))))
+
+
+# What the calls so far had in common with calls of other token counts: all arguments of `_variant` but the first.
+_seen: set[tuple[Any, ...]] = set()
 
 
 @functools.lru_cache(maxsize=16384)
-def _variant(
+def _variant(tokens: int, *common: Any) -> Variant:
+    """The kernel for `tokens` rows; see `_chosen` for the other arguments."""
+    _seen.add(common)
+    return _chosen(tokens, *common)
+
+
+def _chosen(
     tokens: int,
     plan: Plan | None,
     n: int,
@@ -114,12 +127,30 @@ def _variant(
     has_post: bool,
     has_norm: bool,
     denormal: bool,
-    shared_limit: int = HOPPER_SHARED_BYTES,
+    index: int | None = None,
 ) -> Variant:
     types = tuple(TYPES[dtype] for dtype in dtypes)
     plan = plan or plan_for(tokens)
-    plan = fitting(plan, n, hidden, logits, token_bytes(n, types, has_post), shared_limit)
+    plan = fitting(plan, n, hidden, logits, token_bytes(n, types, has_post), _shared_limit(index))
     return Variant(plan, n, hidden, logits, iters, types, has_post, has_norm, denormal)
+
+
+def reachable(max_tokens: int) -> list[tuple[Variant, int]]:
+    """Every kernel, with the device's index, that calls like those so far can ask for with 1 to `max_tokens` tokens."""
+    counts = [1, *(int(limit) + 1 for limit, _ in PLANS if limit < max_tokens)]
+    return list(dict.fromkeys((_chosen(count, *common), common[-1]) for common in _seen for count in counts))
+
+
+def warmup(max_tokens: int) -> int:
+    """Compile and load what `reachable` lists, so that serving compiles nothing. To be called after one forward pass.
+
+    Returns the number of kernels.
+    """
+    kernels = reachable(max_tokens)
+    for variant, index in kernels:
+        with torch.cuda.device(index):
+            kernel(variant, index)
+    return len(kernels)
 
 
 def _run(
@@ -165,10 +196,9 @@ def _run(
         out_dtype,
     )
     denormal = constants[2] < NORMAL_EPS
-    with_norm, limit = norm_weight is not None, _shared_limit(device)
-    variant = _variant(tokens, plan, n, hidden, logits, iters, dtypes, x is not None, with_norm, denormal, limit)
+    index, has_norm = device.index, norm_weight is not None
+    variant = _variant(tokens, plan, n, hidden, logits, iters, dtypes, x is not None, has_norm, denormal, index)
     plan = variant.plan
-    index = device.index
     slices = plan.slices(n, hidden)
     tiles = -(-tokens // plan.tile)
     rows = min(tokens, plan.tile)
