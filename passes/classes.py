@@ -96,6 +96,12 @@ def precision(region: Region, outputs: Carriers) -> torch.dtype:
     return max((narrowest(e, set(members)) for e in exits), key=lambda d: torch.finfo(d).bits)
 
 
+def is_wider(region: Region, residual: Node, *outputs: Carriers) -> bool:
+    """Whether an output is wanted in float64 of a residual that is not: the operators would compute it in float32."""
+    wide = any(precision(region, output) is torch.float64 for output in outputs)
+    return wide and value(residual).dtype is not torch.float64
+
+
 def same_shape(node: Node, dims: Sequence[int | torch.SymInt]) -> bool:
     """Whether the shape of `node` is `dims`, symbol by symbol."""
     own = shape(node)

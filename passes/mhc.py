@@ -158,6 +158,9 @@ class _Rewrite:
         family = self._family(match)
         if family != "cuda" and self.kernel != "reference":  # the others have no kernel for it
             self.done.append(self._head_site(match, "inductor"))
+            if self.deterministic:
+                why = "hc_head stays with Inductor, whose matrix product promises nothing about a row in another batch"
+                self.effective.append(("deterministic", "False", why))
             return
         fused = id(match) in self._normed
         outputs, weight = (match.normed, match.norm_weight) if fused else (match.collapsed, None)

@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 
 from dsv4_compile.kernels.mhc import reference
 from dsv4_compile.passes.axes import TokenAxes, Unsupported
-from dsv4_compile.passes.classes import Carriers, carriers
+from dsv4_compile.passes.classes import Carriers, carriers, is_wider
 from dsv4_compile.passes.mhc_pre import STREAMS, is_inside, products, residuals
 from dsv4_compile.passes.mhc_proof import DRAWS, Case, Draw, draw_inputs
 from dsv4_compile.passes.region import Region, grow, is_floating, is_leaf, shape
@@ -106,13 +106,13 @@ def _match(product: Node, fn: Node, n: int, hidden: int, turned: bool, order: di
     for residual in residuals(product, fn, n, hidden):
         dims = shape(residual) or ()
         axes = TokenAxes(dims[: len(dims) - (1 if dims[-1] == n * hidden else 2)])
-        if axes.rows == 0:
+        if axes.rows == 0 or not all(isinstance(d, int) for d in dims[axes.rank :]):
             continue
         region = grow([residual], order, allow=functools.partial(is_inside, (residual, fn)))
         if fn not in region.index:
             continue
         proof = _prove(Case(region, axes, region.index[fn], n, hidden, turned, head=True))
-        if proof is not None:
+        if proof is not None and not is_wider(region, residual, proof.collapsed):
             at = region.nodes
             weight = None if proof.norm_weight is None else at[proof.norm_weight]
             scale, base = at[proof.scale], at[proof.base]

@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 
 from dsv4_compile.kernels.mhc import reference
 from dsv4_compile.passes.axes import TokenAxes, Unsupported
-from dsv4_compile.passes.classes import Carriers, carriers, same_shape
+from dsv4_compile.passes.classes import Carriers, carriers, is_wider, same_shape
 from dsv4_compile.passes.mhc_pre import STREAMS, PreMatch
 from dsv4_compile.passes.region import (
     ANALYTIC,
@@ -211,6 +211,8 @@ def _match(candidate: _Candidate, order: dict[Node, int]) -> PostMatch | None:
     if found is None:
         return None
     out, transposed = found
+    if is_wider(region, candidate.residual, out):
+        return None
     hidden = int((shape(candidate.x) or (0,))[-1])
     return PostMatch(*roles, transposed, n, hidden, region, out)
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from dsv4_compile.passes.axes import TokenAxes
-from dsv4_compile.passes.classes import Carriers
+from dsv4_compile.passes.classes import Carriers, is_wider
 from dsv4_compile.passes.mhc_proof import Case, Constants, Proof, prove
 from dsv4_compile.passes.region import (
     PRODUCT,
@@ -123,7 +123,7 @@ def _match(product: Node, fn: Node, n: int, hidden: int, turned: bool, order: di
         dims = shape(residual) or ()
         features = 1 if dims[-1] == n * hidden else 2
         axes = TokenAxes(dims[: len(dims) - features])
-        if axes.rows == 0:
+        if axes.rows == 0 or not all(isinstance(d, int) for d in dims[axes.rank :]):
             continue
         region = grow([residual], order, allow=functools.partial(is_inside, (residual, fn)))
         if fn not in region.index:
@@ -131,6 +131,9 @@ def _match(product: Node, fn: Node, n: int, hidden: int, turned: bool, order: di
                 reason = f"the product is not computed from the residual alone; {region.stopped_by()}".rstrip("; ")
             continue
         proof = prove(Case(region, axes, region.index[fn], n, hidden, turned))
+        if isinstance(proof, Proof) and is_wider(region, residual, proof.post, proof.comb, proof.collapsed):
+            reason = "its arithmetic is float64 and the residual is not"
+            continue
         if isinstance(proof, Proof):
             at = region.nodes
             weight = None if proof.norm_weight is None else at[proof.norm_weight]

@@ -256,7 +256,9 @@ def _unfit(node: Node) -> str | None:
         return None
     if op not in ANALYTIC:
         return "not an operation the arithmetic of mHC uses"
-    if op in CAST and not is_floating(node):
+    if node.target is aten.view.dtype:
+        return "a view of the bits as another kind of number"
+    if isinstance(value(node), torch.Tensor) and not is_floating(node):
         return "a cast to another kind of number"
     if "rounding_mode" in node.kwargs:
         return "a division that rounds"

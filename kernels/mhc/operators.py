@@ -155,6 +155,11 @@ def split(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], str, bool]:
 
 
 def _fake_pre(residual: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _require_pre(residual, *arguments[:4])
+    return _empty_pre(residual, *arguments)
+
+
+def _empty_pre(residual: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     (*_, out_dtype), _, _ = split(arguments)
     *lead, n, hidden = residual.shape
     compute = reference.compute_dtype(residual.dtype)
@@ -166,17 +171,25 @@ def _fake_pre(residual: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor
 
 
 def _fake_post(x: Tensor, residual: Tensor, *arguments: Any) -> Tensor:
+    _require_post(x, residual, *arguments[:2])
+    return _empty_post(x, residual, *arguments)
+
+
+def _empty_post(x: Tensor, residual: Tensor, *arguments: Any) -> Tensor:
     (*_, residual_dtype), _, _ = split(arguments)
     return residual.new_empty(residual.shape, dtype=residual_dtype)
 
 
 def _fake_post_pre(x: Tensor, residual: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     (*_, residual_dtype, out_dtype), kernel, _ = split(arguments)
-    new_residual = _fake_post(x, residual, residual_dtype, kernel)
-    return (new_residual, *_fake_pre(new_residual, out_dtype, kernel))
+    _require_post(x, residual, *arguments[:2])
+    _require_pre(residual, *arguments[2:6])
+    new_residual = _empty_post(x, residual, residual_dtype, kernel)
+    return (new_residual, *_empty_pre(new_residual, out_dtype, kernel))
 
 
 def _fake_head(residual: Tensor, *arguments: Any) -> Tensor:
+    _require_head(residual, *arguments[:4])
     (*_, out_dtype), _, _ = split(arguments)
     *lead, _, hidden = residual.shape
     return residual.new_empty((*lead, hidden), dtype=out_dtype)

@@ -425,6 +425,16 @@ def test_a_wrong_shape_is_named(wrong: str) -> None:
         torch.ops.dsv4.mhc_post_pre(*broken, "auto")
 
 
+@pytest.mark.parametrize("wrong", ["x", "fn", "base", "norm_weight"])
+def test_a_wrong_shape_is_named_when_it_is_traced(wrong: str) -> None:
+    """Compiled code does not look again."""
+    case = make((3,), 16)
+    broken = replace(case, **{wrong: getattr(case, wrong)[..., :-1]})
+    compiled = torch.compile(lambda *a: torch.ops.dsv4.mhc_post_pre(*a, "auto"), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=rf"mhc: {wrong} has shape .* must have shape"):
+        compiled(*broken)
+
+
 def test_a_tensor_on_another_device_is_named() -> None:
     case = make((3,), 16)
     with pytest.raises(ValueError, match="fn is on meta and the residual on cpu"):

@@ -86,6 +86,29 @@ def of_each_stream(m: Head, residual: Tensor) -> Tensor:
     return (pre.unsqueeze(-1) * residual).sum(dim=2)
 
 
+def integers(m: Head, residual: Tensor) -> Tensor:
+    """The sum is of integers."""
+    flat = residual.flatten(2)
+    flat = flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + RMS_EPS)
+    pre = torch.sigmoid(flat @ m.fn.t() * m.scale + m.base) + PRE_EPS
+    return (pre.unsqueeze(-1) * residual * 10).sum(dim=2, dtype=torch.int64).float()
+
+
+def wide(m: Head, residual: Tensor) -> Tensor:
+    """Arithmetic in float64, and a result that shows it."""
+    residual = residual.double()
+    flat = residual.flatten(2)
+    flat = flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + RMS_EPS)
+    pre = torch.sigmoid(flat @ m.fn.double().t() * m.scale + m.base) + PRE_EPS
+    return (pre.unsqueeze(-1) * residual).sum(dim=2)
+
+
+def eps_outside(m: Head, residual: Tensor) -> Tensor:
+    """A row of zeros stays one, however small the epsilon outside of the root is."""
+    row = without_norm(m, residual)
+    return row / (row.square().mean(-1, keepdim=True).sqrt() + 1e-12) * m.weight
+
+
 def run(model: Head, residual: Tensor, mhc: str = "reference") -> tuple[Tensor, dsv4_compile.GraphReport]:
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="dsv4", options={"compiler": "eager", "mhc": mhc}, dynamic=False)
@@ -116,6 +139,16 @@ def test_near_misses_are_left_alone(formula: Formula) -> None:
         assert error(out, model(residual).double()) < 1e-6
 
 
+@pytest.mark.parametrize("formula", [integers, wide, eps_outside])
+def test_what_float32_and_a_root_over_a_sum_cannot_do_is_not_replaced(formula: Formula) -> None:
+    model, residual = Head(formula), torch.randn(2, 5, N, HIDDEN)
+    residual[0, 3] = 0
+    out, graph = run(model, residual)
+    assert [site.norm_fused for site in graph.mhc] in ([], [False])
+    with torch.no_grad():
+        torch.testing.assert_close(out, model(residual), rtol=1e-6 if out.dtype is torch.float32 else 1e-12, atol=1e-6)
+
+
 def test_bfloat16_is_no_farther_from_float64_than_eager() -> None:
     model = Head(transformers, dtype=torch.bfloat16)
     residual = torch.randn(3, 40, N, HIDDEN).bfloat16()
@@ -144,6 +177,13 @@ def test_where_no_kernel_is_made_for_it_inductor_keeps_it() -> None:
     assert [(site.form, site.kernel) for site in graph.mhc] == [("head", "inductor")]
     with torch.no_grad():
         assert torch.equal(out, model(residual))
+
+
+def test_deterministic_is_not_promised_for_a_head_that_inductor_keeps() -> None:
+    compiled = torch.compile(Head(transformers), backend="dsv4", options={"compiler": "eager", "deterministic": True})
+    with torch.no_grad():
+        compiled(torch.randn(1, 5, N, HIDDEN))
+    assert dsv4_compile.report().effective["deterministic"]["value"] == "False"
 
 
 def test_opcheck_and_gradients() -> None:
