@@ -311,7 +311,7 @@ def _replaced() -> str:
     import dsv4_compile
 
     report = dsv4_compile.report()
-    sites = sum(len(graph.mhc) for graph in report.graphs)
+    sites = sum(site.kernel != "inductor" for graph in report.graphs for site in graph.mhc)
     groups = [group.strategy for graph in report.graphs for group in graph.projections]
     strategies = ", ".join(f"{groups.count(name)} {name}" for name in sorted(set(groups)))
     missed = sum(len(graph.missed) for graph in report.graphs)
