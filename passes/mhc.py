@@ -25,7 +25,7 @@ from dsv4_compile.passes.classes import Carriers, leaving, precision, same_shape
 from dsv4_compile.passes.emission import call, cast, item, reshape_rows, transpose
 from dsv4_compile.passes.mhc_head import HeadMatch
 from dsv4_compile.passes.mhc_post import PostMatch
-from dsv4_compile.passes.mhc_pre import PreMatch
+from dsv4_compile.passes.mhc_pre import OnStreams, PreMatch
 from dsv4_compile.passes.region import ANALYTIC, Region, packet, shape, undisturbed, value
 from dsv4_compile.passes.sites import MhcSite, Missed, PassResult, module_path
 
@@ -180,7 +180,7 @@ class _Rewrite:
         eps = {"rms": proof.rms_eps, "pre": proof.pre_eps} | ({"norm": proof.norm_eps} if fused else {})
         return MhcSite(match.site, "head", fused, kernel, match.n, match.hidden, None, eps)
 
-    def _streams(self, match: PreMatch | PostMatch | HeadMatch) -> Node:
+    def _streams(self, match: OnStreams) -> Node:
         """The residual as `[..., n, D]`."""
         residual = self._now(match.residual)
         if not match.flat:
@@ -197,7 +197,7 @@ class _Rewrite:
         fn = transpose(self.graph, match.fn) if match.transposed_fn else match.fn
         return fn, self._vector(match.scale), self._vector(match.base)
 
-    def _family(self, match: PostMatch | PreMatch | HeadMatch) -> str:
+    def _family(self, match: OnStreams) -> str:
         """The family that runs here, for the report. The graph keeps the wish: its code may be cached for a process
         in which another family works."""
         start = time.perf_counter()

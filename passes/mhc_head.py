@@ -23,7 +23,7 @@ from torch.fx import Graph, Node
 from dsv4_compile.kernels.mhc import reference
 from dsv4_compile.passes.axes import TokenAxes, Unsupported
 from dsv4_compile.passes.classes import Carriers, carriers, is_wider
-from dsv4_compile.passes.mhc_pre import STREAMS, is_inside, products, residuals
+from dsv4_compile.passes.mhc_pre import STREAMS, OnStreams, is_inside, products, residuals
 from dsv4_compile.passes.mhc_proof import DRAWS, Case, Draw, draw_inputs
 from dsv4_compile.passes.region import Region, grow, is_floating, is_leaf, shape
 from dsv4_compile.passes.sites import module_path
@@ -46,7 +46,7 @@ class HeadProof:
 
 
 @dataclass(frozen=True)
-class HeadMatch:
+class HeadMatch(OnStreams):
     """One proved `hc_head`: parameters as graph nodes, outputs as the nodes that carry them."""
 
     residual: Node
@@ -60,11 +60,6 @@ class HeadMatch:
     proof: HeadProof
     region: Region
     site: str
-
-    @property
-    def flat(self) -> bool:
-        """Whether the model keeps the residual as `[..., n*D]`."""
-        return (shape(self.residual) or ())[-1] == self.n * self.hidden
 
     @property
     def collapsed(self) -> Carriers:

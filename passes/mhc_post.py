@@ -21,7 +21,7 @@ from torch.fx import Graph, Node
 from dsv4_compile.kernels.mhc import reference
 from dsv4_compile.passes.axes import TokenAxes, Unsupported
 from dsv4_compile.passes.classes import Carriers, carriers, is_wider, same_shape
-from dsv4_compile.passes.mhc_pre import STREAMS, PreMatch
+from dsv4_compile.passes.mhc_pre import STREAMS, OnStreams, PreMatch
 from dsv4_compile.passes.region import (
     ANALYTIC,
     CAST,
@@ -46,7 +46,7 @@ _DRAWS = 2
 
 
 @dataclass(frozen=True)
-class PostMatch:
+class PostMatch(OnStreams):
     """One proved `hc_post`. `transposed` = the author sums over the second index of `comb`."""
 
     x: Node
@@ -58,11 +58,6 @@ class PostMatch:
     hidden: int
     region: Region
     out: Carriers
-
-    @property
-    def flat(self) -> bool:
-        """Whether the model keeps the residual as `[..., n*D]`."""
-        return (shape(self.residual) or ())[-1] == self.n * self.hidden
 
 
 def find(graph: Graph, order: dict[Node, int], pres: Sequence[PreMatch]) -> list[PostMatch]:

@@ -31,13 +31,26 @@ from dsv4_compile.passes.region import (
 )
 from dsv4_compile.passes.sites import Missed, module_path
 
-__all__ = ["STREAMS", "PreMatch", "find", "is_inside", "is_mixing_shape", "products", "residuals"]
+__all__ = ["STREAMS", "OnStreams", "PreMatch", "find", "is_inside", "is_mixing_shape", "products", "residuals"]
 
 STREAMS = range(2, 9)
 
 
+class OnStreams:
+    """A match whose `residual` holds `n` streams of `hidden` columns."""
+
+    residual: Node
+    n: int
+    hidden: int
+
+    @property
+    def flat(self) -> bool:
+        """Whether the model keeps the residual as `[..., n*D]`."""
+        return (shape(self.residual) or ())[-1] == self.n * self.hidden
+
+
 @dataclass(frozen=True)
-class PreMatch:
+class PreMatch(OnStreams):
     """One proved `hc_pre`: parameters as graph nodes, outputs as the nodes that carry them."""
 
     residual: Node
@@ -55,11 +68,6 @@ class PreMatch:
     collapsed: Carriers
     normed: Carriers
     site: str
-
-    @property
-    def flat(self) -> bool:
-        """Whether the model keeps the residual as `[..., n*D]`."""
-        return (shape(self.residual) or ())[-1] == self.n * self.hidden
 
 
 def find(graph: Graph, order: dict[Node, int]) -> tuple[list[PreMatch], list[Missed]]:

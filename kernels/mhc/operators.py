@@ -11,6 +11,7 @@ Wrong shapes or devices raise ValueError; a family that cannot serve a call does
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -99,50 +100,27 @@ def _require_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> No
     _require(residual, ("x", x, (*lead, hidden)), ("post", post, (*lead, n)), ("comb", comb, (*lead, n, n)))
 
 
-def _mhc_pre(residual: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _check_pre(residual: Tensor, *arguments: Any) -> None:
     _require_pre(residual, *arguments[:4])
-    return _direct_pre(residual, *arguments)
 
 
-def _mhc_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, *arguments: Any) -> Tensor:
-    _require_post(x, residual, post, comb)
-    return _direct_post(x, residual, post, comb, *arguments)
-
-
-def _mhc_post_pre(
-    x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, *arguments: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _require_post(x, residual, post, comb)
-    _require_pre(residual, *arguments[:4])
-    return _direct_post_pre(x, residual, post, comb, *arguments)
-
-
-def _mhc_head(residual: Tensor, *arguments: Any) -> Tensor:
+def _check_head(residual: Tensor, *arguments: Any) -> None:
     _require_head(residual, *arguments[:4])
-    return _direct_head(residual, *arguments)
 
 
-# The same for compiled code (`kernels/lowering.py`), whose shapes have been checked when it was traced.
+def _check_post(x: Tensor, residual: Tensor, *arguments: Any) -> None:
+    _require_post(x, residual, *arguments[:2])
 
 
-def _direct_pre(residual: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _run("mhc_pre", residual, (residual, *arguments))
+def _check_post_pre(x: Tensor, residual: Tensor, *arguments: Any) -> None:
+    _require_post(x, residual, *arguments[:2])
+    _require_pre(residual, *arguments[2:6])
 
 
-def _direct_head(residual: Tensor, *arguments: Any) -> Tensor:
-    return _run("mhc_head", residual, (residual, *arguments))
-
-
-def _direct_post(x: Tensor, residual: Tensor, *arguments: Any) -> Tensor:
-    return _run("mhc_post", residual, (x, residual, *arguments))
-
-
-def _direct_post_pre(x: Tensor, residual: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _run("mhc_post_pre", residual, (x, residual, *arguments))
-
-
-def _run(operator: str, residual: Tensor, arguments: tuple[Any, ...]) -> Any:
+def _run(operator: str, *arguments: Any) -> Any:
+    """The operator without its checks: for compiled code, whose shapes have been checked when it was traced."""
     numbers, kernel, deterministic = split(arguments)
+    residual = arguments[1 if operator in ("mhc_post", "mhc_post_pre") else 0]
     wide = any(value is torch.float64 for value in numbers[-2:])  # the dtypes of the outputs
     return families.run(operator, kernel, residual, numbers, wide, deterministic)
 
@@ -152,11 +130,6 @@ def split(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], str, bool]:
     if isinstance(arguments[-1], str):
         return arguments[:-1], arguments[-1], False
     return arguments[:-2], arguments[-2], arguments[-1]
-
-
-def _fake_pre(residual: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    _require_pre(residual, *arguments[:4])
-    return _empty_pre(residual, *arguments)
 
 
 def _empty_pre(residual: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -170,44 +143,37 @@ def _empty_pre(residual: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tenso
     )
 
 
-def _fake_post(x: Tensor, residual: Tensor, *arguments: Any) -> Tensor:
-    _require_post(x, residual, *arguments[:2])
-    return _empty_post(x, residual, *arguments)
-
-
 def _empty_post(x: Tensor, residual: Tensor, *arguments: Any) -> Tensor:
     (*_, residual_dtype), _, _ = split(arguments)
     return residual.new_empty(residual.shape, dtype=residual_dtype)
 
 
-def _fake_post_pre(x: Tensor, residual: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _empty_post_pre(x: Tensor, residual: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     (*_, residual_dtype, out_dtype), kernel, _ = split(arguments)
-    _require_post(x, residual, *arguments[:2])
-    _require_pre(residual, *arguments[2:6])
     new_residual = _empty_post(x, residual, residual_dtype, kernel)
     return (new_residual, *_empty_pre(new_residual, out_dtype, kernel))
 
 
-def _fake_head(residual: Tensor, *arguments: Any) -> Tensor:
-    _require_head(residual, *arguments[:4])
-    (*_, out_dtype), _, _ = split(arguments)
-    *lead, _, hidden = residual.shape
-    return residual.new_empty((*lead, hidden), dtype=out_dtype)
+def _empty_head(residual: Tensor, *arguments: Any) -> Tensor:
+    return _empty_pre(residual, *arguments)[0]
 
 
-_IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]] = {
-    "mhc_pre": (_mhc_pre, _fake_pre, reference.mhc_pre),
-    "mhc_post": (_mhc_post, _fake_post, reference.mhc_post),
-    "mhc_post_pre": (_mhc_post_pre, _fake_post_pre, reference.mhc_post_pre),
-    "mhc_head": (_mhc_head, _fake_head, reference.mhc_head),
+_Function = Callable[..., Any]
+# What raises for wrong arguments, and the empty outputs for right ones.
+_PARTS: dict[str, tuple[_Function, _Function]] = {
+    "mhc_pre": (_check_pre, _empty_pre),
+    "mhc_post": (_check_post, _empty_post),
+    "mhc_post_pre": (_check_post_pre, _empty_post_pre),
+    "mhc_head": (_check_head, _empty_head),
 }
 
-_DIRECT: dict[str, Callable[..., Any]] = {
-    "mhc_pre": _direct_pre,
-    "mhc_post": _direct_post,
-    "mhc_post_pre": _direct_post_pre,
-    "mhc_head": _direct_head,
-}
+
+def _checked(check: _Function, function: _Function) -> _Function:
+    def call(*arguments: Any) -> Any:
+        check(*arguments)
+        return function(*arguments)
+
+    return call
 
 
 def _register() -> torch.library.Library:
@@ -216,14 +182,16 @@ def _register() -> torch.library.Library:
     for name, schema in SCHEMAS.items():
         if hasattr(torch.ops.dsv4, name):
             continue
-        implementation, fake, function = _IMPLEMENTATIONS[name]
+        check, empty = _PARTS[name]
+        direct = functools.partial(_run, name)
+        implementation = _checked(check, direct)
         # flexible_layout: the kernels take any strides, so Inductor need not copy an input into its eager layout.
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
         library.impl(name, implementation, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"dsv4::{name}", fake, lib=library)
-        recompute = gradients.kernel(getattr(torch.ops.dsv4, name).default, implementation, function)
+        torch.library.register_fake(f"dsv4::{name}", _checked(check, empty), lib=library)
+        recompute = gradients.kernel(getattr(torch.ops.dsv4, name).default, implementation, getattr(reference, name))
         library.impl(name, recompute, "Autograd", with_keyset=True)
-        directly(getattr(torch.ops.dsv4, name).default, _DIRECT[name])
+        directly(getattr(torch.ops.dsv4, name).default, direct)
     return library
 
 

@@ -251,14 +251,7 @@ def mhc_pre(
     return _run(_ready(residual), None, weights, iters, constants, out_dtype, deterministic)
 
 
-def mhc_post(
-    x: Tensor,
-    residual: Tensor,
-    post: Tensor,
-    comb: Tensor,
-    residual_dtype: torch.dtype,
-    deterministic: bool = False,  # it always is
-) -> Tensor:
+def mhc_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, residual_dtype: torch.dtype) -> Tensor:
     """`reference.mhc_post`; output contiguous."""
     new_residual = torch.empty(residual.shape, dtype=residual_dtype, device=residual.device)
     if (tokens := math.prod(residual.shape[:-2])) > 0:

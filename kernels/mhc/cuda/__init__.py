@@ -8,8 +8,9 @@ The blocks of a launch come in tiles of 16 tokens or more. For each tile there a
   streams and normalises the row; one for a few tokens computes `post` and `comb` (Sinkhorn in the registers of one
   thread), which the collapse does not need.
 
-Producers never wait and have the lower block numbers, so consumers cannot keep them from running. A counter is left as
-it was found, at zero (`arrive` in mhc.cu says how): no launch clears anything, and nothing is added atomically but
+Producers never wait and have the lower block numbers, so consumers cannot keep them from running; where a block is a
+producer first and a consumer then (`combined`), it waits for blocks with lower numbers only. A counter is left as it
+was found, at zero (`share_of` in launch.cuh says how): no launch clears anything, and nothing is added atomically but
 arrivals, so results are deterministic.
 
 Few tokens: `fn` (1.6 MB at hidden 4096) is read once for 16 of them, through all multiprocessors, and a collapsing
@@ -286,14 +287,7 @@ def mhc_head(
     return _run(residual, None, weights, 0, (rms_eps, pre_eps, 1.0, 0.0, norm_eps), out_dtype, plan)[0]
 
 
-def mhc_post(
-    x: Tensor,
-    residual: Tensor,
-    post: Tensor,
-    comb: Tensor,
-    residual_dtype: torch.dtype,
-    deterministic: bool = False,  # it always is
-) -> Tensor:
+def mhc_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, residual_dtype: torch.dtype) -> Tensor:
     """`reference.mhc_post`; output contiguous."""
     n, hidden = residual.shape[-2:]
     new_residual = torch.empty(residual.shape, dtype=residual_dtype, device=residual.device)

@@ -70,8 +70,7 @@ def take(count: int, index: int) -> tuple[int, Tensor | None]:
     """
     if torch.cuda.is_current_stream_capturing():
         with _lock:
-            arenas = _arenas.get(index)
-            address = arenas[-1].take(count) if arenas else None
+            address = _from_last_arena(count, index)
         if address is not None:
             return address, None
         cleared = torch.zeros(count, dtype=torch.int32, device=f"cuda:{index}")  # by a node of the graph
@@ -82,13 +81,17 @@ def take(count: int, index: int) -> tuple[int, Tensor | None]:
     if known is None or known[1] < count:
         size = max(256, 1 << (count - 1).bit_length())
         with _lock:
-            arenas = _arenas.get(index)
-            address = arenas[-1].take(size) if arenas else None
+            address = _from_last_arena(size, index)
             if address is None:
                 address = _allocate(index, max(ARENA, size)).take(size)
         assert address is not None
         known = _of_stream[key] = (address, size)
     return known[0], None
+
+
+def _from_last_arena(count: int, index: int) -> int | None:
+    arenas = _arenas.get(index)
+    return arenas[-1].take(count) if arenas else None
 
 
 def _allocate(index: int, size: int) -> Arena:

@@ -89,7 +89,7 @@ def fitting(plan: Plan, n: int, hidden: int, logits: int, token_bytes: int, shar
     sums = 4 * WARPS * 16 * (logits + 1)
     weights = 4 * plan.tile * n * (n + 1)
     fixed = max(sums, weights) + 1024
-    limit = min(shared_limit, max(TWO_BLOCKS, shared_limit // 2))
+    limit = min(shared_limit, TWO_BLOCKS)
     if plan.whole and plan.vec == 8 and plan.staged_bytes(token_bytes) + fixed > limit:
         plan = dataclasses.replace(plan, vec=4, steps=2 * plan.steps)
     if plan.whole and plan.staged_bytes(token_bytes) + fixed > shared_limit:
