@@ -48,7 +48,7 @@ def main() -> None:
     print("The same names in the state_dict." if list(model.state_dict()) == names else "The state_dict has changed.")
 
     report = dsv4_compile.report()
-    print(f"\n{len(report.graphs)} graphs were compiled. What was replaced in each:")
+    print(f"\n{len(report.graphs)} graphs were compiled. What was replaced in each (a head is, on CUDA):")
     for graph in report.graphs:
         forms = Counter(site.form for site in graph.mhc)
         sites = ", ".join(f"{count} mhc {form}" for form, count in forms.items())

@@ -62,13 +62,14 @@ class MhcPass:
             heads = mhc_head.find(graph, order)
         # Where a lookalike of hc_pre has been reported already, one reason is enough.
         alone = [] if missed else _unled(pres, posts)
+        unposted = _unposted(pres, posts)  # of the graph as it came: afterwards the readers are the operators'
         rewrite = _Rewrite(graph, order, self.kernel, self.deterministic, [*pres, *heads])
         for post, pre in _sites(pres, posts, order):
             rewrite.apply(post, pre)
         for head in heads:
             rewrite.head(head)
         rewrite.clean([*(m.region for m in pres), *(m.region for m in posts), *(m.region for m in heads)])
-        missed = [*missed, *alone, *_unposted(pres, posts)]
+        missed = [*missed, *alone, *unposted]
         return PassResult(
             mhc=tuple(rewrite.done),
             missed=tuple(missed),

@@ -36,6 +36,12 @@ __all__ = ["DRAWS", "Case", "Constants", "Draw", "Proof", "draw_inputs", "prove"
 # large logits keep the Sinkhorn iteration from converging, so that its length shows.
 DRAWS = ((1.0, 1.0), (1e-3, 6.0), (30.0, 3.0), (1e-9, 1.0))
 _MAX_ITERS = 64
+# The outputs that no node carries, in the order in which they are looked for.
+_NO_VALUE = (
+    "no value equals post = m * sigmoid(mixes * scale[1] + base) with the RMS of the residual",
+    "no value equals comb, softmax then rows and columns normalised in turn (columns first)",
+    "no value equals the collapse, sum over streams of (sigmoid(mixes * scale[0] + base) + eps) * residual",
+)
 _RTOL = 1e-7
 
 
@@ -147,15 +153,17 @@ def _search(case: Case) -> Proof | str:
         return f"{problem} between the residual and the mixing parameters"
     written = [c for c in case.region.constants() if 0 < c < 0.1]
     small = [*written, 0.0]
-    reason = "no parameters of shape [3] and [(2+n)*n] scale and shift the product"
+    reasons = []
     for scale, base in _parameters(case.region, case.n):
         for rms_eps in small:
             found = _constants(case, draw, rms_eps, scale, base, small)
             if isinstance(found, str):
-                reason = found
+                reasons.append(found)
                 continue
             return _confirm(case, _norm(case, draw, found, scale, base, small), draw)
-    return reason
+    if not reasons:
+        return "no parameters of shape [3] and [(2+n)*n] scale and shift the product"
+    return max(reasons, key=_NO_VALUE.index)  # of the constants that go furthest
 
 
 def _parameters(region: Region, n: int) -> Iterator[tuple[int, int]]:
@@ -183,18 +191,18 @@ def _constants(case: Case, draw: Draw, rms_eps: float, scale: int, base: int, sm
     gate = torch.sigmoid(mixes[:, n : 2 * n] * s[1] + b[n : 2 * n])
     post_mult = _ratio(region, draw, gate)
     if post_mult is None:
-        return "no value equals post = m * sigmoid(mixes * scale[1] + base) with the RMS of the residual"
+        return _NO_VALUE[0]
     logits = (mixes[:, 2 * n :] * s[2] + b[2 * n :]).view(-1, n, n)
     chain = _sinkhorn_length(region, draw, logits, small)
     if chain is None:
-        return "no value equals comb, softmax then rows and columns normalised in turn (columns first)"
+        return _NO_VALUE[1]
     iters, sinkhorn_eps, last = chain
     gate = torch.sigmoid(mixes[:, :n] * s[0] + b[:n])
     for pre_eps in small:
         collapsed = torch.einsum("tn,tnd->td", gate + pre_eps, draw.residual)
         if carriers(region, draw.env, collapsed):
             return _Found(Constants(rms_eps, pre_eps, sinkhorn_eps, post_mult, iters), collapsed, last)
-    return "no value equals the collapse, sum over streams of (sigmoid(mixes * scale[0] + base) + eps) * residual"
+    return _NO_VALUE[2]
 
 
 def _ratio(region: Region, draw: Draw, gate: torch.Tensor) -> float | None:

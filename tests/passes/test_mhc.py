@@ -342,3 +342,27 @@ def test_deterministic_reaches_the_operators_and_strict_accepts_it():
     run(module, x, deterministic=True, mhc="reference")
     effective = dsv4_compile.report().effective["deterministic"]
     assert effective["value"] == "False" and "reference" in effective["reason"]
+
+
+def test_an_unknown_post_behind_a_known_pre_is_reported():
+    def cut(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+        added = [torch.relu(post[..., k, None] * x) for k in range(4)]
+        mixed = [sum(comb[..., j, k, None] * residual[..., j, :] for j in range(4)) for k in range(4)]
+        return torch.stack([torch.relu(m) + a for m, a in zip(mixed, added, strict=True)], -2)
+
+    module, x = Stack(hf_pre, cut, layers=1), torch.randn(2, 5, 4, 64)
+    out, graph = run(module, x)
+    assert error(out, oracle_of(module, x)) < 1e-6
+    assert [site.form for site in graph.mhc] == ["pre"]
+    assert ["only this hc_pre was replaced" in missed.reason for missed in graph.missed] == [True]
+
+
+def test_the_reason_is_that_of_the_constants_which_go_furthest():
+    """Everything up to the collapse is the formula; with another epsilon not even `post` is."""
+
+    def averaged(residual: Tensor, site: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
+        _, post, comb = hf_pre(residual, site)
+        return residual.mean(-2), post, comb
+
+    _, graph = run(Stack(averaged, hf_post, layers=1), torch.randn(2, 5, 4, 64))
+    assert any("no value equals the collapse" in missed.reason for missed in graph.missed), graph.missed
