@@ -16,7 +16,7 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import dsv4_compile
-from dsv4_compile import Options
+from dsv4_compile import Options, memory
 from dsv4_compile.backend import graph_passes
 
 ROOT = Path(__file__).parents[1]
@@ -188,3 +188,20 @@ def test_second_process_hits_the_cache_and_is_still_transformed(tmp_path):
     assert lost["error"] < 1e-5
     assert lost["operators"] == PACK
     assert any("not known" in note for note in lost["graph"]["notes"])
+
+
+def test_the_findings_are_found_again_when_the_models_source_has_moved():
+    """Inductor's cache does not look at paths: a hit whose findings are not known would leave the report empty."""
+    keys = []
+
+    def note(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        for place in ("/a/model.py", "/b/model.py"):
+            for node in gm.graph.nodes:
+                node.meta["stack_trace"] = f'  File "{place}", line 3, in forward\n    return x'
+            keys.append(memory.key_of(gm, inputs, Options(), {}))
+        return gm.forward
+
+    for factor in (2.0, 3.0):
+        torch._dynamo.reset()
+        torch.compile(lambda x, factor=factor: x.sin() * factor, backend=note)(torch.randn(3))
+    assert keys[0] == keys[1] != keys[2] == keys[3]
