@@ -5,6 +5,6 @@ fast families, `families` the choice between them. Nothing here imports Triton b
 """
 
 from dsv4_compile.kernels.mhc import operators, reference
-from dsv4_compile.kernels.mhc.families import FAMILIES, WISHES, forget, resolve, warmup
+from dsv4_compile.kernels.mhc.families import FAMILIES, WISHES, choices, forget, resolve, warmup
 
-__all__ = ["FAMILIES", "WISHES", "forget", "operators", "reference", "resolve", "warmup"]
+__all__ = ["FAMILIES", "WISHES", "choices", "forget", "operators", "reference", "resolve", "warmup"]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dsv4_compile.kernels.mhc import reference
 
-__all__ = ["FAMILIES", "WISHES", "forget", "resolve", "run", "warmup"]
+__all__ = ["FAMILIES", "WISHES", "choices", "forget", "resolve", "run", "warmup"]
 
 logger = logging.getLogger("dsv4_compile.kernels")
 
@@ -149,7 +149,7 @@ def _record(family: str, key: Key, reason: str) -> None:
 
 
 def warmup(max_tokens: int) -> int:
-    """Compile the kernels for every token count from 1 to `max_tokens`, so that serving compiles nothing.
+    """Choose and compile the kernels for every token count from 1 to `max_tokens`, so that serving compiles nothing.
 
     What else a kernel depends on (widths, dtypes, constants) is taken from the calls so far: call this after one
     forward pass. It is for the family `cuda`; Triton's kernels are compiled when they are first called. Returns their
@@ -158,6 +158,11 @@ def warmup(max_tokens: int) -> int:
     if "dsv4_compile.kernels.mhc.cuda" not in sys.modules:
         return 0
     return int(_module("cuda").warmup(max_tokens))
+
+
+def choices() -> list[dict[str, Any]]:
+    """The plans that the family `cuda` runs with and where they come from, see `cuda/tuning.py`. Fit for JSON."""
+    return list(_module("cuda").choices()) if "dsv4_compile.kernels.mhc.cuda" in sys.modules else []
 
 
 def forget() -> None:

@@ -21,7 +21,7 @@ tokens: producers write the new residual, and the consumers of `lag` tiles befor
 Numbers: float32 throughout. The dot products run on tensor cores in tf32, where a bfloat16 or float16 residual is exact
 and `fn` is the sum of two tf32 numbers: an error of about 2^-22 of each product. A float32 residual is such a sum as
 well, and three of the four products are added. A row's result depends on the other rows only through the plan, which
-steps at the token counts in `PLANS`; with one plan for all (`deterministic`) it does not depend on them at all.
+follows the token count (`tuning.py`); with one plan for all (`deterministic`) it does not depend on them at all.
 
 Serves float32, bfloat16 and float16 residuals of 2 to 8 streams whose hidden size is a multiple of 8 and at most
 `MAX_HIDDEN`, on compute capability 8.0 and newer. Shapes and formulas: `reference.py`.
@@ -29,36 +29,48 @@ Serves float32, bfloat16 and float16 residuals of 2 to 8 streams whose hidden si
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
-import struct
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dsv4_compile.kernels.mhc.cuda import counters
+from dsv4_compile.kernels.mhc.cuda import counters, tuning
 from dsv4_compile.kernels.mhc.cuda.compilation import NORMAL_EPS, TYPES, Variant, kernel, token_bytes
 from dsv4_compile.kernels.mhc.cuda.driver import bindings, check
+from dsv4_compile.kernels.mhc.cuda.launch import ARGUMENTS, enqueue
 from dsv4_compile.kernels.mhc.cuda.plans import (
+    BUCKETS,
     DETERMINISTIC,
     HOPPER_SHARED_BYTES,
     PLANS,
     WARPS,
+    Card,
     Plan,
+    Problem,
+    counts_of,
     fitting,
-    plan_for,
 )
+from dsv4_compile.kernels.mhc.cuda.tuning import choices
 
-__all__ = ["PLANS", "Plan", "mhc_head", "mhc_post", "mhc_post_pre", "mhc_pre", "reachable", "refusal", "warmup"]
+__all__ = [
+    "PLANS",
+    "Plan",
+    "choices",
+    "mhc_head",
+    "mhc_post",
+    "mhc_post_pre",
+    "mhc_pre",
+    "reachable",
+    "refusal",
+    "warmup",
+]
 
 STREAMS = range(2, 9)
 # A consumer holds a row of each stream in registers.
 MAX_HIDDEN = 8192
 CAPABILITY = (8, 0)  # tf32
-# `struct Arguments` of launch.cuh.
-ARGUMENTS = struct.Struct("=14q q 5f 4x")
 
 
 def refusal(device: torch.device, n: int, hidden: int, dtype: torch.dtype) -> str | None:
@@ -96,30 +108,61 @@ def _ready(tensor: Tensor, types: tuple[torch.dtype, ...] = tuple(TYPES)) -> Ten
 _FLOAT = (torch.float32,)
 
 
+# Where no device is named, as when kernels are compiled without one.
+HOPPER = Card("NVIDIA H100 80GB HBM3", 132, HOPPER_SHARED_BYTES)
+
+
 @functools.cache
-def _shared_limit(index: int | None) -> int:
-    """Bytes of shared memory that a block can have on CUDA device `index`, or on an H100."""
+def _card(index: int | None) -> Card:
+    """CUDA device `index`, or an H100."""
     if index is None:
-        return HOPPER_SHARED_BYTES
+        return HOPPER
     driver, _ = bindings()
     attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-    return check(driver.cuDeviceGetAttribute(attribute, check(driver.cuDeviceGet(index))))
+    shared_bytes = check(driver.cuDeviceGetAttribute(attribute, check(driver.cuDeviceGet(index))))
+    properties = torch.cuda.get_device_properties(index)
+    return Card(properties.name, properties.multi_processor_count, shared_bytes)
 
 
 # What the calls so far had in common with calls of other token counts: all arguments of `_variant` but the first.
 _seen: set[tuple[Any, ...]] = set()
 
 
+class Provisional(Exception):
+    """The plan is not chosen for good, because the stream is being captured; `variant` serves meanwhile."""
+
+    def __init__(self, variant: Variant):
+        super().__init__(variant)
+        self.variant = variant
+
+
 @functools.lru_cache(maxsize=16384)
 def _variant(tokens: int, *common: Any) -> Variant:
-    """The kernel for `tokens` rows; see `_chosen` for the other arguments."""
+    """The kernel for `tokens` rows, after a search if need be; see `_chosen` for the other arguments.
+
+    What is remembered stays right: a plan that is chosen for good does not change, another one raises Provisional.
+    """
     _seen.add(common)
-    return _chosen(tokens, *common)
+    settled = _settle(tokens, *common)
+    variant = _chosen(tokens, *common)
+    if not settled:
+        raise Provisional(variant)
+    return variant
 
 
-def _chosen(
-    tokens: int,
-    plan: Plan | None,
+def _settle(tokens: int, plan: Plan | None, *common: Any) -> bool:
+    """Choose the plan for `tokens` rows, unless it is given. False where that has to wait."""
+    if plan is not None:
+        return True
+    return tuning.settle(_problem(*common), tokens, lambda plan: _fitted(plan, *common), common[-1])
+
+
+def _chosen(tokens: int, plan: Plan | None, *common: Any) -> Variant:
+    """The kernel for `tokens` rows with the plans now in force; see `_fitted` for the other arguments."""
+    return _fitted(plan or tuning.choice(_problem(*common), tokens).plan, *common)
+
+
+def _problem(
     n: int,
     hidden: int,
     logits: int,
@@ -128,25 +171,49 @@ def _chosen(
     has_post: bool,
     has_norm: bool,
     denormal: bool,
-    index: int | None = None,
+    index: int | None,
+) -> Problem:
+    return Problem(_card(index), n, hidden, logits, tuple(TYPES[dtype] for dtype in dtypes), has_post)
+
+
+def _fitted(
+    plan: Plan,
+    n: int,
+    hidden: int,
+    logits: int,
+    iters: int,
+    dtypes: tuple[torch.dtype, ...],
+    has_post: bool,
+    has_norm: bool,
+    denormal: bool,
+    index: int | None,
 ) -> Variant:
     types = tuple(TYPES[dtype] for dtype in dtypes)
-    plan = plan or plan_for(tokens)
-    plan = fitting(plan, n, hidden, logits, token_bytes(n, types, has_post), _shared_limit(index))
+    plan = fitting(plan, n, hidden, logits, token_bytes(n, types, has_post), _card(index).shared_bytes)
     return Variant(plan, n, hidden, logits, iters, types, has_post, has_norm, denormal)
+
+
+def _counts(max_tokens: int) -> list[int]:
+    """A token count of every bucket up to `max_tokens`."""
+    return [counts_of(limit)[0] for limit in BUCKETS if counts_of(limit)[0] <= max(max_tokens, 1)]
 
 
 def reachable(max_tokens: int) -> list[tuple[Variant, int]]:
     """Every kernel, with the device's index, that calls like those so far can ask for with 1 to `max_tokens` tokens."""
-    counts = [1, *(int(limit) + 1 for limit, _ in PLANS if limit < max_tokens)]
-    return list(dict.fromkeys((_chosen(count, *common), common[-1]) for common in _seen for count in counts))
+    counts = _counts(max_tokens)
+    return list(dict.fromkeys((_chosen(count, *common), common[-1]) for common in list(_seen) for count in counts))
 
 
 def warmup(max_tokens: int) -> int:
-    """Compile and load what `reachable` lists, so that serving compiles nothing. To be called after one forward pass.
+    """Choose the plans up to `max_tokens`, by a search if need be, then compile and load what `reachable` lists.
+
+    After that serving neither searches nor compiles. To be called after one forward pass.
 
     Returns the number of kernels.
     """
+    for common in list(_seen):
+        for count in _counts(max_tokens):
+            _settle(count, *common)
     kernels = reachable(max_tokens)
     for variant, index in kernels:
         with torch.cuda.device(index):
@@ -198,15 +265,13 @@ def _run(
     )
     denormal = constants[2] < NORMAL_EPS
     index, has_norm = device.index, norm_weight is not None
-    variant = _variant(tokens, plan, n, hidden, logits, iters, dtypes, x is not None, has_norm, denormal, index)
-    plan = variant.plan
-    slices = plan.slices(n, hidden)
-    tiles = -(-tokens // plan.tile)
-    rows = min(tokens, plan.tile)
-    of_tile = slices if plan.combined else slices + -(-rows // plan.tokens) + (0 if head else -(-rows // plan.together))
-    blocks = (tiles + plan.lag) * of_tile
+    try:
+        variant = _variant(tokens, plan, n, hidden, logits, iters, dtypes, x is not None, has_norm, denormal, index)
+    except Provisional as default:
+        variant = default.variant
+    blocks, tiles, sums = variant.sizes(tokens)
     with torch.cuda.device(index):
-        partials = torch.empty(tokens * slices * (-(-(logits + 1) // 8) * 8), dtype=torch.float32, device=device)
+        partials = torch.empty(sums, dtype=torch.float32, device=device)
         arguments = (
             x, residual, old_post, old_comb, fn, scale, base, norm_weight, new_residual, layer_input, new_post,
             new_comb, partials,
@@ -214,38 +279,10 @@ def _run(
         addresses = (0 if tensor is None else tensor.data_ptr() for tensor in arguments)
         counter, held = counters.take(tiles, index)
         packed = ARGUMENTS.pack(*addresses, counter, tokens, *constants)
-        _launch(kernel(variant, index), index, blocks, variant.shared_bytes, packed)
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        enqueue(kernel(variant, index), index, stream, blocks, variant.shared_bytes, packed)
         del held
     return layer_input, new_post, new_comb
-
-
-def _launch(function: Any, device: int, blocks: int, shared_bytes: int, arguments: bytes) -> None:
-    """Launch on the current stream; the blocks may start while the launch before ends, and wait for that themselves."""
-    driver, _ = bindings()
-    torch.cuda.is_current_stream_capturing()  # makes the device's context current in a thread that has none yet
-    buffer = ctypes.create_string_buffer(arguments, len(arguments))
-    parameters = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
-    config = _config(device, blocks, shared_bytes, torch._C._cuda_getCurrentRawStream(device))
-    check(driver.cuLaunchKernelEx(config, function, ctypes.addressof(parameters), 0))
-
-
-@functools.lru_cache(maxsize=1024)
-def _config(device: int, blocks: int, shared_bytes: int, stream: int) -> Any:
-    driver, _ = bindings()
-    config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = WARPS * 32, 1, 1
-    config.sharedMemBytes = shared_bytes
-    config.hStream = stream
-    if torch.cuda.get_device_capability(device) >= (9, 0):
-        attribute = driver.CUlaunchAttribute()
-        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        attribute.value.programmaticStreamSerializationAllowed = 1
-        config.attrs = [attribute]
-        config.numAttrs = 1
-    else:
-        config.numAttrs = 0
-    return config
 
 
 def mhc_pre(
@@ -306,7 +343,8 @@ def mhc_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, residual_d
     addresses = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
     blocks = tokens * -(-hidden // (WARPS * 32 * 8))
     with torch.cuda.device(index):
-        _launch(kernel(variant, index), index, blocks, 0, ARGUMENTS.pack(*addresses, tokens, *[0.0] * 5))
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        enqueue(kernel(variant, index), index, stream, blocks, 0, ARGUMENTS.pack(*addresses, tokens, *[0.0] * 5))
     return new_residual
 
 

@@ -15,7 +15,7 @@ import torch
 from dsv4_compile.kernels.mhc.cuda.driver import bindings, check
 from dsv4_compile.kernels.mhc.cuda.plans import Plan
 
-__all__ = ["NORMAL_EPS", "TYPES", "Variant", "cubin", "kernel", "token_bytes"]
+__all__ = ["NORMAL_EPS", "TYPES", "Variant", "cache_folder", "cubin", "kernel", "token_bytes"]
 
 logger = logging.getLogger("dsv4_compile.kernels")
 
@@ -70,7 +70,17 @@ class Variant:
             "POST_ALONE": int(self.entry == "mhc_post"),
         }
 
-    @property
+    def sizes(self, tokens: int) -> tuple[int, int, int]:
+        """Of a launch for `tokens` rows: blocks; tiles, each with a counter; float32 sums in the workspace."""
+        plan, head = self.plan, self.logits == self.n
+        slices, tiles = plan.slices(self.n, self.hidden), -(-tokens // plan.tile)
+        of_tile = slices
+        if not plan.combined:
+            rows = min(tokens, plan.tile)
+            of_tile += -(-rows // plan.tokens) + (0 if head else -(-rows // plan.together))
+        return (tiles + plan.lag) * of_tile, tiles, tokens * slices * (-(-(self.logits + 1) // 8) * 8)
+
+    @functools.cached_property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
         return 0 if self.entry == "mhc_post" else self.plan.staged_bytes(token_bytes(self.n, self.types, self.has_post))
@@ -92,7 +102,7 @@ def cubin(variant: Variant, capability: tuple[int, int]) -> bytes:
     options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", "--std=c++17"]
     options += [f"-D{name}={value}" for name, value in variant.macros.items()]
     key = hashlib.sha256(b"\0".join([*source.values(), repr((options, nvrtc.nvrtcVersion())).encode()])).hexdigest()
-    path = _folder() / f"mhc-{key}.cubin"
+    path = cache_folder() / f"mhc-{key}.cubin"
     try:
         return path.read_bytes()
     except OSError:
@@ -107,7 +117,8 @@ def cubin(variant: Variant, capability: tuple[int, int]) -> bytes:
     return code
 
 
-def _folder() -> Path:
+def cache_folder() -> Path:
+    """Where machine code and plans are kept: beside what Inductor keeps."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return Path(cache_dir()) / "dsv4"

@@ -31,7 +31,7 @@ struct Arguments {
     float rms_eps, pre_eps, sinkhorn_eps, post_mult, norm_eps;
 };
 
-// Blocks start before the launch before has ended (__init__.py: `_launch`). What it wrote may be read from here on.
+// Blocks start before the launch before has ended (launch.py). What it wrote may be read from here on.
 // The next launch may start as well from here on: it waits for the end of this one in the same way.
 __device__ __forceinline__ void wait_for_inputs() {
 #if __CUDA_ARCH__ >= 900

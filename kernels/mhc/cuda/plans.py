@@ -1,12 +1,32 @@
-"""How a call of the CUDA family is cut up, by its token count."""
+"""How a call of the CUDA family is cut up: plans, those measured ahead, and those worth timing where nothing is."""
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["DETERMINISTIC", "HOPPER_SHARED_BYTES", "PLANS", "WARPS", "Plan", "fitting", "plan_for"]
+__all__ = [
+    "BUCKETS",
+    "DETERMINISTIC",
+    "HOPPER_SHARED_BYTES",
+    "PLANS",
+    "SHIPPED",
+    "WARPS",
+    "Card",
+    "Plan",
+    "Problem",
+    "Table",
+    "bucket_of",
+    "candidates",
+    "counts_of",
+    "fitting",
+    "illegal",
+    "plan_for",
+    "shipped",
+]
 
 WARPS = 8  # of a block
 
@@ -50,16 +70,84 @@ class Plan:
         return math.ceil(hidden / (warps * 4 * self.vec * self.steps))
 
 
+@dataclass(frozen=True)
+class Card:
+    """A CUDA device: its name, its multiprocessors, bytes of shared memory that a block can have."""
+
+    name: str
+    multiprocessors: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What the best plan depends on besides the token count.
+
+    `types` are those of `Variant`. Iterations, epsilons and the norm change a kernel, but not what bounds it.
+    """
+
+    card: Card
+    n: int
+    hidden: int
+    logits: int
+    types: tuple[str, ...]
+    has_post: bool
+
+
+# What a field of a plan may be; one that is not listed must have its default.
+RANGES: dict[str, tuple[int, ...] | range] = {
+    "groups": (1, 2, 4, 8),  # and `together`: divisors of WARPS
+    "whole": (False, True),
+    "vec": (4, 8),
+    "steps": range(1, 65),
+    "together": (1, 2, 4, 8),
+    "ahead": (False, True),
+    "lag": range(65),
+    "blocks": range(1, 9),
+    "stages": range(1, 5),
+    "tokens": range(1, 5),
+    "combined": (False, True),
+}
+
+
+def illegal(plan: Plan) -> str | None:
+    """Why `plan` must never run, or None: it would wait for ever, or the kernel is not written for it."""
+    for field in dataclasses.fields(plan):
+        value, allowed = getattr(plan, field.name), RANGES.get(field.name, (field.default,))
+        if type(value).__name__ != field.type or value not in allowed:
+            return f"{field.name} is {value!r}"
+    if plan.combined and plan.lag == 0:
+        return "a combined plan without lag waits for blocks that may not have started"
+    if not plan.whole and plan.groups > 1:
+        return "a tile of several groups needs whole"
+    return None
+
+
 _NARROW = Plan(groups=1, whole=False, vec=4, steps=1, together=1, ahead=True)
 _TILES = Plan(groups=1, whole=True, vec=4, steps=1, together=4, ahead=True, stages=1)
 _TURNS = Plan(groups=1, whole=True, vec=4, steps=1, together=1, ahead=False, lag=1, stages=1, combined=True)
 _WIDE = Plan(groups=1, whole=True, vec=8, steps=2, together=4, ahead=False, lag=1, tokens=2, combined=True)
 _LONG = Plan(groups=2, whole=True, vec=8, steps=4, together=8, ahead=False, lag=4, tokens=2, combined=True)
 
-# Up to so many tokens, this plan: the fastest of those that `benchmarks/mhc.py --search` timed on an H100, at hidden
-# size 4096 and 1, 16, 64, 128, 512 and 8192 tokens.
-PLANS: tuple[tuple[float, Plan], ...] = ((32, _NARROW), (64, _TILES), (256, _TURNS), (1024, _WIDE), (math.inf, _LONG))
+Table = tuple[tuple[float, Plan], ...]  # up to so many tokens, this plan
 
+# The fastest of those that `benchmarks/mhc.py --search` timed on an H100 (SXM), bfloat16, four streams, at hidden size
+# 4096 and 1, 16, 64, 128, 512 and 8192 tokens.
+PLANS: Table = ((32, _NARROW), (64, _TILES), (256, _TURNS), (1024, _WIDE), (math.inf, _LONG))
+
+# Plans that need no search, for four streams of 16 bits, by kind of card and hidden size.
+SHIPPED: dict[tuple[str, range], Table] = {
+    ("H100", range(8, 4097)): PLANS,
+    ("H100", range(4097, 7169)): PLANS,
+}
+# What a card of a kind has in its name, and multiprocessors at least (slices of a card have fewer).
+KINDS = {"H100": (("H100", "H200", "H800"), 132)}
+
+# One plan serves all token counts of a bucket: those up to its limit and above the one before.
+BUCKETS: tuple[float, ...] = tuple(
+    sorted({8, 16, 32, 64, 128, 256, 512, 1024, 2048, math.inf, *(up for table in SHIPPED.values() for up, _ in table)})
+)
+MANY = 8192  # tokens at which the last bucket is timed
 
 # The one for every token count where a row's result must not depend on the other rows.
 DETERMINISTIC = _TURNS
@@ -69,9 +157,66 @@ HOPPER_SHARED_BYTES = 232_448
 TWO_BLOCKS = HOPPER_SHARED_BYTES // 2
 
 
-def plan_for(tokens: int) -> Plan:
-    """The plan for `tokens` rows, before `fitting`."""
-    return next(plan for limit, plan in PLANS if tokens <= limit)
+def bucket_of(tokens: int) -> float:
+    """The limit of the bucket of `tokens`."""
+    return BUCKETS[bisect.bisect_left(BUCKETS, tokens)]
+
+
+def counts_of(bucket: float) -> range:
+    """The token counts of the bucket with this limit, of the last bucket those up to where it is timed."""
+    before = [limit for limit in BUCKETS if limit < bucket]
+    return range(int(before[-1]) + 1 if before else 1, MANY + 1 if bucket == math.inf else int(bucket) + 1)
+
+
+def shipped(problem: Problem) -> bool:
+    """Whether the plans for `problem` were measured ahead."""
+    return (
+        problem.n == 4
+        and "float" not in problem.types[:3]
+        and any(_is_of_kind(problem.card, kind) and problem.hidden in sizes for kind, sizes in SHIPPED)
+    )
+
+
+def _is_of_kind(card: Card, kind: str) -> bool:
+    names, multiprocessors = KINDS[kind]
+    return card.multiprocessors >= multiprocessors and any(name in card.name for name in names)
+
+
+def _table(problem: Problem) -> Table:
+    """The measured plans of the nearest hidden size, if possible of the same kind of card."""
+
+    def distance(key: tuple[str, range]) -> tuple[bool, int]:
+        kind, sizes = key
+        outside = max(sizes.start - problem.hidden, problem.hidden - sizes.stop + 1, 0)
+        return not _is_of_kind(problem.card, kind), outside
+
+    return SHIPPED[min(SHIPPED, key=distance)]
+
+
+def plan_for(tokens: int, problem: Problem) -> Plan:
+    """The plan for `tokens` rows without a search, before `fitting`: measured ahead, for this problem or a near one."""
+    return next(plan for limit, plan in _table(problem) if tokens <= limit)
+
+
+def candidates(tokens: int, problem: Problem) -> list[Plan]:
+    """Up to eight plans worth timing for `tokens` rows, before `fitting`; the first is that of `plan_for`.
+
+    Those measured ahead for this bucket and the ones beside it, then the first of these varied.
+    """
+    here = BUCKETS.index(bucket_of(tokens))
+    first = plan_for(tokens, problem)
+    near = sorted(range(len(BUCKETS)), key=lambda i: abs(i - here))[:5]
+    plans = [first, *(plan_for(counts_of(BUCKETS[i])[0], problem) for i in near)]
+    varied: tuple[dict[str, Any], ...] = (
+        {"steps": 2 * first.steps},
+        {"vec": 12 - first.vec},
+        {"steps": first.steps // 2},
+        {"groups": 2 * first.groups},
+        {"lag": 2 * first.lag},
+        {"blocks": first.blocks + 1},
+    )
+    plans += [dataclasses.replace(first, **change) for change in varied]
+    return [plan for plan in dict.fromkeys(plans) if illegal(plan) is None][:8]
 
 
 def fitting(plan: Plan, n: int, hidden: int, logits: int, token_bytes: int, shared_limit: int) -> Plan:
