@@ -20,18 +20,25 @@ from dsv4_compile.kernels.mhc import cuda, families, reference, warmup
 from dsv4_compile.kernels.mhc.cuda import ARGUMENTS, compilation, counters
 from dsv4_compile.kernels.mhc.cuda.driver import bindings, check
 from dsv4_compile.kernels.mhc.cuda.plans import (
+    BUCKETS,
     DETERMINISTIC,
     HOPPER_SHARED_BYTES,
-    PLANS,
+    SHIPPED,
     WARPS,
     Plan,
+    Problem,
     fitting,
     plan_for,
 )
 from tests.kernels.test_mhc import Case, assert_close, distance, first_rows, make, oracle, oracle_post, oracle_pre
 
-LIMITS = [limit for limit, _ in PLANS if limit != math.inf]
+LIMITS = [limit for limit in BUCKETS if limit != math.inf]
+PLANS = list(dict.fromkeys(plan for table in SHIPPED.values() for _, plan in table))
 TOKENS = sorted({1, *(int(limit) + k for limit in LIMITS for k in (-1, 0, 1)), 3000})
+
+
+def problem(n: int, hidden: int) -> Problem:
+    return Problem(cuda.HOPPER, n, hidden, (2 + n) * n, ("bf16",) * 7, True)
 
 
 # ----------------------------------------------------------------------------------------------------- without a GPU
@@ -41,7 +48,9 @@ TOKENS = sorted({1, *(int(limit) + k for limit in LIMITS for k in (-1, 0, 1)), 3
 @pytest.mark.parametrize("hidden", [8, 1000, 4096, 7168, 8192])
 def test_the_slices_of_a_plan_cover_the_hidden_axis_and_no_slice_is_empty(n: int, hidden: int) -> None:
     for tokens, bytes_of_column in itertools.product(TOKENS, (2 * (n + 1), 4 * (n + 1))):
-        plan = fitting(plan_for(tokens), n, hidden, (2 + n) * n, bytes_of_column, HOPPER_SHARED_BYTES)
+        plan = fitting(
+            plan_for(tokens, problem(n, hidden)), n, hidden, (2 + n) * n, bytes_of_column, HOPPER_SHARED_BYTES
+        )
         warps = WARPS // plan.groups if plan.whole else max(1, WARPS // n)
         columns = warps * 4 * plan.vec * plan.steps
         slices = plan.slices(n, hidden)
@@ -50,20 +59,20 @@ def test_the_slices_of_a_plan_cover_the_hidden_axis_and_no_slice_is_empty(n: int
 
 def test_a_block_whose_programs_take_turns_waits_for_an_earlier_tile() -> None:
     """With lag 0 it would wait for blocks that may not have started: a deadlock."""
-    assert all(plan.lag >= 1 for _, plan in PLANS if plan.combined)
+    assert all(plan.lag >= 1 for plan in PLANS if plan.combined)
 
 
 @pytest.mark.parametrize("limit", [101_376, 166_912, HOPPER_SHARED_BYTES], ids=["sm_89", "sm_80", "sm_90"])
 def test_every_plan_fits_the_shared_memory(limit: int) -> None:
     for tokens, n, residual, x in itertools.product(TOKENS, range(2, 9), (2, 4), (2, 4)):
         logits = (2 + n) * n
-        plan = fitting(plan_for(tokens), n, 4096, logits, n * residual + x, limit)
+        plan = fitting(plan_for(tokens, problem(n, 4096)), n, 4096, logits, n * residual + x, limit)
         fixed = 4 * WARPS * 16 * (logits + 1)
         assert plan.staged_bytes(n * residual + x) + fixed <= limit, (tokens, n, plan)
 
 
 def test_a_plan_for_four_bfloat16_streams_is_as_it_was_measured_and_two_blocks_fit() -> None:
-    for _, plan in PLANS:
+    for plan in PLANS:
         assert fitting(plan, 4, 4096, 24, 10, HOPPER_SHARED_BYTES) == plan
         assert 2 * (plan.staged_bytes(10) + 4 * WARPS * 16 * 25 + 1024) <= HOPPER_SHARED_BYTES
 
@@ -86,7 +95,7 @@ def variant(
     tokens: int, n: int = 4, hidden: int = 512, dtype: torch.dtype = torch.bfloat16, has_post: bool = True
 ) -> compilation.Variant:
     dtypes = (dtype, dtype, dtype, torch.float32, torch.float32, dtype, dtype)
-    return cuda._variant(tokens, None, n, hidden, (2 + n) * n, 20, dtypes, has_post, True, False)
+    return cuda._variant(tokens, None, n, hidden, (2 + n) * n, 20, dtypes, has_post, True, False, None)
 
 
 def test_warmup_knows_every_kernel_that_a_token_count_can_reach(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +195,7 @@ def assert_no_farther_than_the_rounding(case: Case, got: tuple[torch.Tensor, ...
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "plan",
-    [*(plan for _, plan in PLANS), replace(DETERMINISTIC, groups=2)],
+    [*PLANS, replace(DETERMINISTIC, groups=2)],
     ids=lambda plan: f"tile{plan.tile}-vec{plan.vec}-lag{plan.lag}",
 )
 @pytest.mark.parametrize("hidden", [520, 4096])
