@@ -32,6 +32,8 @@ from torch import Tensor
 
 from dsv4_compile.kernels.mhc import cuda, reference
 from dsv4_compile.kernels.mhc.cuda import compilation
+from dsv4_compile.kernels.mhc.cuda.plans import Problem
+from dsv4_compile.kernels.mhc.cuda.plans import candidates as few_candidates
 
 TOKENS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 HIDDEN = (4096, 7168)
@@ -147,8 +149,16 @@ def errors(outputs: tuple[Tensor, ...], inputs: Inputs) -> float:
 # ------------------------------------------------------------------------------------------------------------- search
 
 
-def candidates(tokens: int) -> list[cuda.Plan]:
-    """Plans worth timing for a token count."""
+DTYPES = (torch.bfloat16,) * 3 + (torch.float32,) * 2 + (torch.bfloat16,) * 2
+
+
+def candidates(tokens: int, hidden: int) -> list[cuda.Plan]:
+    """Those that a search in a process times, and many more."""
+    problem = Problem(cuda._card(0), N, hidden, LOGITS, tuple(compilation.TYPES[dtype] for dtype in DTYPES), True)
+    return list(dict.fromkeys([*few_candidates(tokens, problem), *more_candidates(tokens)]))
+
+
+def more_candidates(tokens: int) -> list[cuda.Plan]:
     plans = []
     if tokens <= 64:
         for vec in (4, 8):
@@ -176,12 +186,12 @@ def candidates(tokens: int) -> list[cuda.Plan]:
 
 
 def search(tokens: list[int], widths: list[int]) -> dict[str, Any]:
-    pairs = [(plan, hidden) for hidden in widths for n in tokens for plan in candidates(n)]
-    dtypes = (torch.bfloat16,) * 3 + (torch.float32,) * 2 + (torch.bfloat16,) * 2
+    pairs = [(plan, hidden) for hidden in widths for n in tokens for plan in candidates(n, hidden)]
 
     def compile_one(pair: tuple[cuda.Plan, int]) -> str | None:
         try:
-            compilation.cubin(cuda._variant(1, pair[0], N, pair[1], LOGITS, ITERS, dtypes, True, True, False), (9, 0))
+            variant = cuda._variant(1, pair[0], N, pair[1], LOGITS, ITERS, DTYPES, True, True, False, None)
+            compilation.cubin(variant, (9, 0))
         except Exception as error:
             return f"{pair}: {error}"
         return None
@@ -195,7 +205,7 @@ def search(tokens: list[int], widths: list[int]) -> dict[str, Any]:
             sets = [make(n, hidden, seed).arguments() for seed in range(sets_for(n, hidden))]
             copy = copies(n, hidden)
             found = []
-            for plan in candidates(n):
+            for plan in candidates(n, hidden):
                 try:
                     hot, cold = both(lambda *a, plan=plan: cuda.mhc_post_pre(*a, plan=plan), sets)
                 except Exception as error:
