@@ -113,5 +113,5 @@ def cluster_bytes(n: int, hidden: int, logits: int, column_bytes: int) -> int:
     floats += 8 * (-(-logits // 8) * 4 * 32 + tokens)
     floats += tokens * (n + 1) + tokens * kept
     floats += 2 * blocks * (tokens * (n + 1) + owned * kept + tokens)
-    floats += 2 * tokens * (n + 1) * n + owned * kept + logits
+    floats += 2 * tokens * (n + 1) * n + max(1, 8 // owned) * owned * kept + logits + 1
     return 4 * floats + slots * tokens * (n * CLUSTER_COLUMNS * column_bytes + 32) + 128
