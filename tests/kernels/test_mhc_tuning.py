@@ -110,8 +110,9 @@ def test_shipped_tables_step_at_limits_of_buckets_and_are_legal() -> None:
         assert all(illegal(plan) is None for _, plan in table)
 
 
-def test_every_field_of_a_plan_has_a_range() -> None:
-    assert set(plans.RANGES) == {field.name for field in dataclasses.fields(Plan)}
+def test_a_field_without_a_range_must_have_its_default() -> None:
+    assert set(plans.RANGES) | {"clusters"} == {field.name for field in dataclasses.fields(Plan)}
+    assert illegal(plans.CLUSTERS) == "clusters is True"
 
 
 @pytest.mark.parametrize("card", [H100, ADA, Card("NVIDIA A100-SXM4-80GB", 108, 166_912)], ids=lambda card: card.name)

@@ -190,7 +190,8 @@ def _fitted(
 ) -> Variant:
     types = tuple(TYPES[dtype] for dtype in dtypes)
     plan = fitting(plan, n, hidden, logits, token_bytes(n, types, has_post), _card(index).shared_bytes)
-    return Variant(plan, n, hidden, logits, iters, types, has_post, has_norm, denormal)
+    entry = "mhc_clusters" if plan.clusters else "mhc"
+    return Variant(plan, n, hidden, logits, iters, types, has_post, has_norm, denormal, entry)
 
 
 def _counts(max_tokens: int) -> list[int]:
@@ -269,18 +270,17 @@ def _run(
         variant = _variant(tokens, plan, n, hidden, logits, iters, dtypes, x is not None, has_norm, denormal, index)
     except Provisional as default:
         variant = default.variant
-    blocks, tiles, sums = variant.sizes(tokens)
+    blocks, waits, sums = variant.sizes(tokens)
     with torch.cuda.device(index):
-        partials = torch.empty(sums, dtype=torch.float32, device=device)
-        arguments = (
+        partials = torch.empty(sums, dtype=torch.float32, device=device) if sums else None
+        tensors = (
             x, residual, old_post, old_comb, fn, scale, base, norm_weight, new_residual, layer_input, new_post,
             new_comb, partials,
         )  # fmt: skip
-        addresses = (0 if tensor is None else tensor.data_ptr() for tensor in arguments)
-        counter, held = counters.take(tiles, index)
+        addresses = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+        counter, held = counters.take(waits, index) if waits else (0, None)
         packed = ARGUMENTS.pack(*addresses, counter, tokens, *constants)
-        stream = torch._C._cuda_getCurrentRawStream(index)
-        enqueue(kernel(variant, index), index, stream, blocks, variant.shared_bytes, packed)
+        enqueue(variant, index, torch._C._cuda_getCurrentRawStream(index), blocks, packed)
         del held
     return layer_input, new_post, new_comb
 
@@ -344,7 +344,7 @@ def mhc_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, residual_d
     blocks = tokens * -(-hidden // (WARPS * 32 * 8))
     with torch.cuda.device(index):
         stream = torch._C._cuda_getCurrentRawStream(index)
-        enqueue(kernel(variant, index), index, stream, blocks, 0, ARGUMENTS.pack(*addresses, tokens, *[0.0] * 5))
+        enqueue(variant, index, stream, blocks, ARGUMENTS.pack(*addresses, tokens, *[0.0] * 5))
     return new_residual
 
 

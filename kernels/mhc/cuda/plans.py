@@ -29,6 +29,8 @@ __all__ = [
 ]
 
 WARPS = 8  # of a block
+CLUSTER_COLUMNS = 256  # of a block in a cluster
+CLUSTER_WARPS = 17  # of such a block: those that mix, and one for `post` and `comb`
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class Plan:
     stages: int = 2
     tokens: int = 1
     combined: bool = False
+    clusters: bool = False
 
     @property
     def tile(self) -> int:
@@ -94,7 +97,7 @@ class Problem:
     has_post: bool
 
 
-# What a field of a plan may be; one that is not listed must have its default.
+# What a field of a plan may be that is searched or read from disk; one that is not listed must have its default.
 RANGES: dict[str, tuple[int, ...] | range] = {
     "groups": (1, 2, 4, 8),  # and `together`: divisors of WARPS
     "whole": (False, True),
@@ -127,6 +130,7 @@ _NARROW = Plan(groups=1, whole=False, vec=4, steps=1, together=1, ahead=True)
 _TILES = Plan(groups=1, whole=True, vec=4, steps=1, together=4, ahead=True, stages=1)
 _TURNS = Plan(groups=1, whole=True, vec=4, steps=1, together=1, ahead=False, lag=1, stages=1, combined=True)
 _WIDE = Plan(groups=1, whole=True, vec=8, steps=2, together=4, ahead=False, lag=1, tokens=2, combined=True)
+CLUSTERS = Plan(groups=1, whole=True, vec=4, steps=1, together=1, ahead=False, lag=1, combined=True, clusters=True)
 _LONG = Plan(groups=2, whole=True, vec=8, steps=4, together=8, ahead=False, lag=4, tokens=2, combined=True)
 
 Table = tuple[tuple[float, Plan], ...]  # up to so many tokens, this plan
@@ -242,3 +246,17 @@ def fitting(plan: Plan, n: int, hidden: int, logits: int, token_bytes: int, shar
     if plan.whole and plan.staged_bytes(token_bytes) + fixed > shared_limit:
         return _NARROW
     return plan
+
+
+def cluster_bytes(n: int, hidden: int, logits: int, column_bytes: int) -> int:
+    """Shared memory of a block of clusters.cuh (`struct Shared`), with `column_bytes` in a column of one stream."""
+    tokens, slots, blocks = 16, 3, hidden // CLUSTER_COLUMNS
+    rest = 0 if logits == n else -(-(logits - n + 1) // 4) * 4
+    kept = rest or 4
+    owned = -(-tokens // blocks)
+    floats = logits * n * CLUSTER_COLUMNS
+    floats += 8 * (-(-logits // 8) * 4 * 32 + tokens)
+    floats += tokens * (n + 1) + tokens * kept
+    floats += 2 * blocks * (tokens * (n + 1) + owned * kept + tokens)
+    floats += 2 * tokens * (n + 1) * n + max(1, 8 // owned) * owned * kept + logits + 1
+    return 4 * floats + slots * tokens * (n * CLUSTER_COLUMNS * column_bytes + 32) + 128

@@ -14,7 +14,6 @@ import itertools
 import os
 import statistics
 import time
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -48,26 +47,26 @@ def measure(variants: list[Variant], counts: range, index: int) -> dict[Variant,
         mode = check(driver.cuThreadExchangeStreamCaptureMode(relaxed))
         stack.callback(driver.cuThreadExchangeStreamCaptureMode, mode)
         torch.cuda.current_stream(index).synchronize()  # also makes the device's context current in this thread
-        functions = _compiled(variants, index)
-        tokens, sets = _room(list(functions), counts, index)
+        variants = _compiled(variants, index)
+        tokens, sets = _room(variants, counts, index)
         stream = check(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
         stack.callback(driver.cuStreamDestroy, stream)
-        size = _shared(functions, tokens) + sets * _bytes_of_set(variants[0], tokens)
+        size = _shared(variants, tokens) + sets * _bytes_of_set(variants[0], tokens)
         memory = check(driver.cuMemAlloc(size))
         stack.callback(driver.cuMemFree, memory)
         check(driver.cuMemsetD32Async(memory, FILL, size // 4, stream))
         graphs = {}
-        for variant, function in functions.items():
-            arguments = _arguments(variant, tokens, sets, int(memory), _shared(functions, tokens))
-            graphs[variant] = _graph(variant, function, tokens, arguments, index, stream)
+        for variant in variants:
+            arguments = _arguments(variant, tokens, sets, int(memory), _shared(variants, tokens))
+            graphs[variant] = _graph(variant, tokens, arguments, index, stream)
             stack.callback(driver.cuGraphExecDestroy, graphs[variant])
         # The counters come first. A launch leaves them at zero.
-        check(driver.cuMemsetD32Async(memory, 0, max(variant.sizes(tokens)[1] for variant in functions), stream))
+        check(driver.cuMemsetD32Async(memory, 0, _counters(variants, tokens), stream))
         return _replayed(graphs, len(arguments), stream)
 
 
-def _compiled(variants: list[Variant], index: int) -> dict[Variant, Any]:
-    """The loaded kernels; NVRTC works on several at once."""
+def _compiled(variants: list[Variant], index: int) -> list[Variant]:
+    """Those that can be compiled, loaded; NVRTC works on several at once."""
     capability = torch.cuda.get_device_capability(index)
 
     def attempt(variant: Variant) -> RuntimeError | None:
@@ -79,10 +78,12 @@ def _compiled(variants: list[Variant], index: int) -> dict[Variant, Any]:
 
     with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         errors = list(pool.map(attempt, variants))
-    functions = {variant: kernel(variant, index) for variant, error in zip(variants, errors, strict=True) if not error}
-    if not functions:
-        raise next(error for error in errors if error)
-    return functions
+    compiled = [variant for variant, error in zip(variants, errors, strict=True) if error is None]
+    if not compiled:
+        raise next(error for error in errors if error is not None)
+    for variant in compiled:
+        kernel(variant, index)
+    return compiled
 
 
 def _lengths(variant: Variant, tokens: int) -> tuple[int, ...]:
@@ -114,10 +115,15 @@ def _bytes_of_set(variant: Variant, tokens: int) -> int:
     return sum(_aligned(length) for length in _lengths(variant, tokens))
 
 
-def _shared(variants: Iterable[Variant], tokens: int) -> int:
+def _shared(variants: list[Variant], tokens: int) -> int:
     """Bytes that all launches have in common: the counters, then the workspace."""
-    _, tiles, sums = zip(*(variant.sizes(tokens) for variant in variants), strict=True)
-    return _aligned(4 * max(tiles)) + _aligned(4 * max(sums))
+    sums = max(variant.sizes(tokens)[2] for variant in variants)
+    return _aligned(4 * _counters(variants, tokens)) + _aligned(4 * sums)
+
+
+def _counters(variants: list[Variant], tokens: int) -> int:
+    """Counters that a launch takes at most, or one."""
+    return max(1, *(variant.sizes(tokens)[1] for variant in variants))
 
 
 def _room(variants: list[Variant], counts: range, index: int) -> tuple[int, int]:
@@ -151,12 +157,12 @@ def _arguments(variant: Variant, tokens: int, sets: int, memory: int, shared: in
     return packed * max(1, LAUNCHES // sets)
 
 
-def _graph(variant: Variant, function: Any, tokens: int, arguments: list[bytes], index: int, stream: Any) -> Any:
+def _graph(variant: Variant, tokens: int, arguments: list[bytes], index: int, stream: Any) -> Any:
     driver, _ = bindings()
     check(driver.cuStreamBeginCapture(stream, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
     try:
         for packed in arguments:
-            enqueue(function, index, int(stream), variant.sizes(tokens)[0], variant.shared_bytes, packed)
+            enqueue(variant, index, int(stream), variant.sizes(tokens)[0], packed)
     finally:
         graph = check(driver.cuStreamEndCapture(stream))
     try:
