@@ -133,8 +133,7 @@ def _chosen(
     types = tuple(TYPES[dtype] for dtype in dtypes)
     plan = plan or plan_for(tokens)
     plan = fitting(plan, n, hidden, logits, token_bytes(n, types, has_post), _shared_limit(index))
-    entry = "mhc_clusters" if plan.clusters else "mhc"
-    return Variant(plan, n, hidden, logits, iters, types, has_post, has_norm, denormal, entry)
+    return Variant(plan, n, hidden, logits, iters, types, has_post, has_norm, denormal)
 
 
 def reachable(max_tokens: int) -> list[tuple[Variant, int]]:
@@ -201,70 +200,52 @@ def _run(
     index, has_norm = device.index, norm_weight is not None
     variant = _variant(tokens, plan, n, hidden, logits, iters, dtypes, x is not None, has_norm, denormal, index)
     plan = variant.plan
-    tensors = (
-        x, residual, old_post, old_comb, fn, scale, base, norm_weight, new_residual, layer_input, new_post, new_comb,
-    )  # fmt: skip
-    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    slices = plan.slices(n, hidden)
     tiles = -(-tokens // plan.tile)
+    rows = min(tokens, plan.tile)
+    of_tile = slices if plan.combined else slices + -(-rows // plan.tokens) + (0 if head else -(-rows // plan.together))
+    blocks = (tiles + plan.lag) * of_tile
     with torch.cuda.device(index):
-        function = kernel(variant, index)
-        if plan.clusters:
-            blocks = variant.cluster * min(tiles, _active_clusters(variant, index))
-            _launch(function, index, blocks, variant, ARGUMENTS.pack(*addresses, 0, 0, tokens, *constants))
-            return layer_input, new_post, new_comb
-        slices = plan.slices(n, hidden)
-        rows = min(tokens, plan.tile)
-        of_tile = slices
-        if not plan.combined:
-            of_tile += -(-rows // plan.tokens) + (0 if head else -(-rows // plan.together))
         partials = torch.empty(tokens * slices * (-(-(logits + 1) // 8) * 8), dtype=torch.float32, device=device)
+        arguments = (
+            x, residual, old_post, old_comb, fn, scale, base, norm_weight, new_residual, layer_input, new_post,
+            new_comb, partials,
+        )  # fmt: skip
+        addresses = (0 if tensor is None else tensor.data_ptr() for tensor in arguments)
         counter, held = counters.take(tiles, index)
-        packed = ARGUMENTS.pack(*addresses, partials.data_ptr(), counter, tokens, *constants)
-        _launch(function, index, (tiles + plan.lag) * of_tile, variant, packed)
+        packed = ARGUMENTS.pack(*addresses, counter, tokens, *constants)
+        _launch(kernel(variant, index), index, blocks, variant.shared_bytes, packed)
         del held
     return layer_input, new_post, new_comb
 
 
-def _launch(function: Any, device: int, blocks: int, variant: Variant, arguments: bytes) -> None:
+def _launch(function: Any, device: int, blocks: int, shared_bytes: int, arguments: bytes) -> None:
     """Launch on the current stream; the blocks may start while the launch before ends, and wait for that themselves."""
     driver, _ = bindings()
     torch.cuda.is_current_stream_capturing()  # makes the device's context current in a thread that has none yet
     buffer = ctypes.create_string_buffer(arguments, len(arguments))
     parameters = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    config = _config(device, blocks, variant.threads, variant.cluster, variant.shared_bytes, stream)
+    config = _config(device, blocks, shared_bytes, torch._C._cuda_getCurrentRawStream(device))
     check(driver.cuLaunchKernelEx(config, function, ctypes.addressof(parameters), 0))
 
 
 @functools.lru_cache(maxsize=1024)
-def _config(device: int, blocks: int, threads: int, cluster: int, shared_bytes: int, stream: int) -> Any:
+def _config(device: int, blocks: int, shared_bytes: int, stream: int) -> Any:
     driver, _ = bindings()
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = WARPS * 32, 1, 1
     config.sharedMemBytes = shared_bytes
     config.hStream = stream
-    attributes = []
     if torch.cuda.get_device_capability(device) >= (9, 0):
         attribute = driver.CUlaunchAttribute()
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attribute.value.programmaticStreamSerializationAllowed = 1
-        attributes.append(attribute)
-    if cluster > 1:
-        attribute = driver.CUlaunchAttribute()
-        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = cluster, 1, 1
-        attributes.append(attribute)
-    config.attrs, config.numAttrs = attributes, len(attributes)
+        config.attrs = [attribute]
+        config.numAttrs = 1
+    else:
+        config.numAttrs = 0
     return config
-
-
-@functools.lru_cache(maxsize=1024)
-def _active_clusters(variant: Variant, index: int) -> int:
-    """Clusters of `variant` that CUDA device `index` has room for at a time."""
-    driver, _ = bindings()
-    config = _config(index, variant.cluster, variant.threads, variant.cluster, variant.shared_bytes, 0)
-    return int(check(driver.cuOccupancyMaxActiveClusters(kernel(variant, index), config)))
 
 
 def mhc_pre(
@@ -325,7 +306,7 @@ def mhc_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, residual_d
     addresses = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
     blocks = tokens * -(-hidden // (WARPS * 32 * 8))
     with torch.cuda.device(index):
-        _launch(kernel(variant, index), index, blocks, variant, ARGUMENTS.pack(*addresses, tokens, *[0.0] * 5))
+        _launch(kernel(variant, index), index, blocks, 0, ARGUMENTS.pack(*addresses, tokens, *[0.0] * 5))
     return new_residual
 
 
