@@ -28,7 +28,8 @@ from dsv4_compile.kernels.mhc.cuda.plans import (
     fitting,
     plan_for,
 )
-from tests.kernels.test_mhc import Case, assert_close, distance, first_rows, make, oracle, oracle_post, oracle_pre
+from tests.kernels.test_mhc import Case, assert_close, distance, make, oracle, oracle_post, oracle_pre
+from tests.kernels.test_mhc_gpu import first_rows
 
 LIMITS = [limit for limit, _ in PLANS if limit != math.inf]
 TOKENS = sorted({1, *(int(limit) + k for limit in LIMITS for k in (-1, 0, 1)), 3000})
