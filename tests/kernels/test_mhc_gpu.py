@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import math
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from dsv4_compile.kernels.mhc import families
+from dsv4_compile.kernels.mhc import cuda, families
+from dsv4_compile.kernels.mhc.cuda import compilation
 from tests.kernels.test_mhc import (
+    SAME,
     Case,
     as_transformers_does,
     assert_close,
@@ -17,9 +27,47 @@ from tests.kernels.test_mhc import (
     distance,
     make,
     oracle,
+    oracle_post,
+    oracle_pre,
 )
 
 GPU_FAMILIES = ("cuda", "triton")
+OPERATORS = ("mhc_post_pre", "mhc_pre", "mhc_post", "mhc_head")
+# Triton has no head: the reference serves it.
+WRITTEN = [(kernel, name) for kernel in GPU_FAMILIES for name in OPERATORS if (kernel, name) != ("triton", "mhc_head")]
+each_operator = pytest.mark.parametrize(("kernel", "operator"), WRITTEN)
+ROUNDED = {torch.float32: SAME, torch.bfloat16: 2e-3}  # bfloat16: half a unit in the last place is at most 2^-9
+
+
+def arguments_of(operator: str, case: Case) -> tuple[Any, ...]:
+    """Those of the operator before `kernel`; the head has the first rows of what `pre` has."""
+    n = case.residual.shape[-2]
+    head = (case.residual, case.fn[:n], case.scale[:1], case.base[:n], case.norm_weight)
+    return {
+        "mhc_post_pre": tuple(case),
+        "mhc_pre": case.pre(),
+        "mhc_post": case.expand(),
+        "mhc_head": (*head, case.rms_eps, case.pre_eps, case.norm_eps, case.out_dtype),
+    }[operator]
+
+
+def call(operator: str, case: Case, kernel: str, deterministic: bool = False) -> tuple[Tensor, ...]:
+    got = getattr(torch.ops.dsv4, operator)(*arguments_of(operator, case), kernel, deterministic)
+    return (got,) if isinstance(got, Tensor) else tuple(got)
+
+
+def assert_no_farther_than_the_rounding(case: Case, got: tuple[Tensor, ...], operator: str = "mhc_post_pre") -> None:
+    """The outputs that are rounded are a rounding away from float64; `post` and `comb` are exact for the residual."""
+    if operator in ("mhc_post_pre", "mhc_post"):
+        residual, *got = got
+        assert distance(residual, oracle_post(case)) <= ROUNDED[case.residual_dtype]
+        case = replace(case, residual=residual)
+    if operator != "mhc_post":
+        row, *expansion = got
+        wanted = oracle_pre(case)
+        assert distance(row, wanted[0]) <= ROUNDED[case.out_dtype]
+        if operator != "mhc_head":
+            assert_close(tuple(expansion), wanted[1:])
 
 
 @pytest.mark.gpu
@@ -93,31 +141,38 @@ def test_on_a_gpu_deterministic_rows_are_equal_in_any_batch(kernel: str, hidden:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernel", GPU_FAMILIES)
-def test_on_a_gpu_no_tokens_give_empty_outputs(kernel: str) -> None:
-    assert_three_operators_match(make((2, 0), 4096, device="cuda"), kernel)
+@each_operator
+@pytest.mark.parametrize("lead", [(0,), (2, 0)])
+def test_on_a_gpu_no_tokens_give_empty_outputs(kernel: str, operator: str, lead: tuple[int, ...]) -> None:
+    case = make(lead, 4096, device="cuda")
+    got = call(operator, case, kernel)
+    wanted = call(operator, case, "reference")
+    assert [(v.shape, v.dtype, v.device) for v in got] == [(v.shape, v.dtype, v.device) for v in wanted]
+    assert all(v.is_contiguous() for v in got)
+    assert_served_by(kernel, case)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernel", GPU_FAMILIES)
+@each_operator
 @pytest.mark.parametrize("tokens", [16, 600])
-def test_on_a_gpu_a_cuda_graph_reads_new_values(kernel: str, tokens: int) -> None:
+def test_on_a_gpu_a_cuda_graph_reads_new_values(kernel: str, operator: str, tokens: int) -> None:
     case, other = (make((tokens,), 4096, seed=seed, dtype=torch.bfloat16, device="cuda") for seed in (0, 1))
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        torch.ops.dsv4.mhc_post_pre(*case, kernel)
+        before = call(operator, case, kernel)
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        captured = torch.ops.dsv4.mhc_post_pre(*case, kernel)
+        captured = call(operator, case, kernel)
     case.residual.copy_(other.residual)
     case.x.copy_(other.x)
     for _ in range(3):
         graph.replay()
     torch.cuda.synchronize()
-    again = torch.ops.dsv4.mhc_post_pre(*case, kernel)
+    again = call(operator, case, kernel)
     assert all(torch.equal(a, b) for a, b in zip(captured, again, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(captured, before, strict=True))
 
 
 @pytest.mark.gpu
@@ -151,3 +206,202 @@ def test_triton_compiles_nothing_new_for_other_token_counts() -> None:
     for tokens in (2, 3, 16, 32, 33, 64, 100, 256, 1000, 2048, 4096):
         torch.ops.dsv4.mhc_post_pre(*make((tokens,), 512, device="cuda"), "triton")
     assert compiled() == before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("hidden", [4096, 7168])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_head_matches_the_oracle_at_any_token_count(dtype: torch.dtype, hidden: int, deterministic: bool) -> None:
+    most = make((300,), hidden, dtype=dtype, device="cuda")
+    of_all = call("mhc_head", most, "cuda", deterministic)
+    for tokens in (0, 1, 15, 16, 17, 300):
+        case = Case(*first_rows(most, tokens))
+        got = call("mhc_head", case, "cuda", deterministic)
+        assert got[0].dtype == dtype and got[0].is_contiguous()
+        assert_no_farther_than_the_rounding(case, got, "mhc_head")
+        assert not deterministic or torch.equal(got[0], of_all[0][:tokens])
+    without = replace(most, norm_weight=None)
+    assert_no_farther_than_the_rounding(without, call("mhc_head", without, "cuda", deterministic), "mhc_head")
+    assert_served_by("cuda", most)
+
+
+@pytest.mark.gpu
+@each_operator
+def test_every_small_token_count_and_the_powers_of_two_are_right(kernel: str, operator: str) -> None:
+    powers = [2**k + d for k in range(6, 15) for d in (-1, 0, 1)]  # the smaller ones are in the range
+    most = make((max(powers),), 256, dtype=torch.bfloat16, device="cuda")
+    for tokens in [*range(41), *powers]:
+        case = Case(*first_rows(most, tokens))
+        assert_no_farther_than_the_rounding(case, call(operator, case, kernel), operator)
+    assert_served_by(kernel, most)
+
+
+def compile_at_once(most: Case, counts: list[int]) -> None:
+    """The CUDA family's kernels for so many tokens, in parallel: in turn they take most of a test's time."""
+    n, hidden = most.residual.shape[-2:]
+    used = (most.residual, most.residual, most.x, most.fn, most.base, most.norm_weight, most.residual)
+    common = (None, n, hidden, (2 + n) * n, most.iters, tuple(v.dtype for v in used), True, True, False)
+    capability = torch.cuda.get_device_capability()
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda count: compilation.cubin(cuda._chosen(count, *common), capability), counts))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("kernel", "hidden"),
+    [*(("cuda", hidden) for hidden in (64, 1000, 4096, 5120, 7168)), ("triton", 64), ("triton", 5120)],
+)
+@pytest.mark.parametrize("n", [2, 3, 4, 8])
+def test_both_sides_of_every_threshold_are_right_with_bfloat16_weights(kernel: str, hidden: int, n: int) -> None:
+    plans = cuda.PLANS if kernel == "cuda" else families._module("triton").PLANS
+    limits = [int(limit) for limit, _ in plans if limit != math.inf]
+    counts = [1, *(limit + k for limit in limits for k in (0, 1))]
+    most = make((max(counts),), hidden, n, dtype=torch.bfloat16, weights=torch.bfloat16, device="cuda")
+    if kernel == "cuda":
+        compile_at_once(most, [1, *(limit + 1 for limit in limits)])
+    for tokens in counts:
+        case = Case(*first_rows(most, tokens))
+        assert_no_farther_than_the_rounding(case, call("mhc_post_pre", case, kernel))
+    assert_served_by(kernel, most)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("operator", ["mhc_pre", "mhc_post", "mhc_head"])
+@pytest.mark.parametrize("hidden", [64, 1000, 4096, 5120, 7168])
+@pytest.mark.parametrize("n", [2, 3, 4, 8])
+def test_the_other_operators_are_right_at_every_width(operator: str, hidden: int, n: int) -> None:
+    most = make((70,), hidden, n, dtype=torch.bfloat16, weights=torch.bfloat16, device="cuda")
+    for tokens in (5, 70):
+        case = Case(*first_rows(most, tokens))
+        assert_no_farther_than_the_rounding(case, call(operator, case, "cuda"), operator)
+    assert_served_by("cuda", most)
+
+
+def off_the_boundary(tensor: Tensor) -> Tensor:
+    moved = torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape)
+    assert moved.data_ptr() % 16
+    return moved
+
+
+LAYOUTS = {
+    "every second element": lambda tensor: torch.stack([tensor, -tensor], dim=-1)[..., 0],
+    "off the boundary": off_the_boundary,
+    "last axis first": lambda tensor: tensor.transpose(0, -1).contiguous().transpose(0, -1),
+    "one row for all": lambda tensor: tensor[:1].expand_as(tensor),
+}
+
+
+@pytest.mark.gpu
+@each_operator
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inputs_may_lie_anyhow(kernel: str, operator: str, layout: str, dtype: torch.dtype) -> None:
+    for tokens in (7, 70):
+        case = make((tokens,), 96, dtype=dtype, weights=dtype, device="cuda").map(LAYOUTS[layout])
+        assert_no_farther_than_the_rounding(case, call(operator, case, kernel), operator)
+    assert_served_by(kernel, case)
+
+
+@pytest.mark.gpu
+@each_operator
+def test_indices_beyond_two_to_the_31st(kernel: str, operator: str) -> None:
+    if torch.cuda.mem_get_info()[1] < 32 << 30:
+        pytest.skip("needs 32 GiB of device memory")
+    copies = 3375
+    few = make((40,), 4096, dtype=torch.bfloat16, device="cuda")
+    repeated = {
+        name: getattr(few, name).repeat(copies, *[1] * (getattr(few, name).dim() - 1))
+        for name in ("x", "residual", "post", "comb")
+    }
+    many = replace(few, **repeated)
+    assert many.residual.numel() > 2**31
+    got = call(operator, many, kernel)
+    assert_no_farther_than_the_rounding(few, tuple(tensor[-40:] for tensor in got), operator)
+    for tensor in got:  # a row's result does not depend on where in the batch it is
+        of_copy = tensor.view(copies, -1)
+        assert all(torch.equal(of_copy[0], one) for one in of_copy)
+    assert_served_by(kernel, few)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", GPU_FAMILIES)
+def test_the_residual_spreads_over_43_layers_as_in_the_reference(kernel: str) -> None:
+    """Behind each of the 86 sublayers: the distance to float64, and the growth of the norm."""
+    cases = [make((16,), 1024, seed=seed, dtype=torch.bfloat16, device="cuda") for seed in range(86)]
+
+    def run(family: str, wide: bool) -> list[Tensor]:
+        residual, post, comb = cases[0].residual, cases[0].post, cases[0].comb
+        residual = residual.double() if wide else residual
+        passed = []
+        for case in cases:
+            step = replace(case.double() if wide else case, residual=residual, post=post, comb=comb, sinkhorn_eps=1e-6)
+            residual, _, post, comb = torch.ops.dsv4.mhc_post_pre(*step, family)
+            passed.append(residual.double())
+        return passed
+
+    for ours, eager, exact in zip(run(kernel, False), run("reference", False), run("reference", True), strict=True):
+        assert distance(ours, exact) <= distance(eager, exact) * 1.1
+        growth, other = (abs((v.norm() / exact.norm()).item() - 1) for v in (ours, eager))
+        assert growth <= max(1.1 * other, 1e-3)
+    assert_served_by(kernel, cases[0])
+
+
+# ------------------------------------------------------------------------------- the operators as torch sees them
+
+
+@pytest.mark.gpu
+@each_operator
+def test_opcheck_passes_on_a_gpu(kernel: str, operator: str) -> None:
+    case = make((2, 3), 16, n=2, iters=2, device="cuda")
+    arguments = (
+        v.detach().clone().requires_grad_() if isinstance(v, Tensor) else v for v in arguments_of(operator, case)
+    )
+    torch.library.opcheck(getattr(torch.ops.dsv4, operator).default, (*arguments, kernel))
+    assert_served_by(kernel, case)
+
+
+@pytest.mark.gpu
+@each_operator
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_tensors_on_the_second_device_are_served_there(kernel: str, operator: str) -> None:
+    assert torch.cuda.current_device() == 0
+    for tokens in (3, 300):
+        case = make((tokens,), 1000, dtype=torch.bfloat16, device="cuda:1")
+        got = call(operator, case, kernel)
+        assert all(tensor.device == case.x.device for tensor in got)
+        assert_no_farther_than_the_rounding(case, got, operator)
+        on_the_first = call(operator, case.map(lambda tensor: tensor.to("cuda:0")), kernel)
+        assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(got, on_the_first, strict=True))
+    assert torch.cuda.current_device() == 0
+    assert_served_by(kernel, case)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_eight_processes_fill_a_cold_cache_at_once(tmp_path: Path) -> None:
+    script = """
+import torch
+from tests.kernels.test_mhc import assert_served_by, make
+from tests.kernels.test_mhc_gpu import GPU_FAMILIES, assert_no_farther_than_the_rounding, call
+for kernel in GPU_FAMILIES:
+    for tokens in (1, 70):
+        case = make((tokens,), 1000, dtype=torch.bfloat16, device="cuda")
+        assert_no_farther_than_the_rounding(case, call("mhc_post_pre", case, kernel))
+    assert_served_by(kernel, case)
+"""
+    folders = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "triton")}
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", script],
+            env={**os.environ, **folders},
+            cwd=Path(__file__).parents[2],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for _ in range(8)
+    ]
+    outputs = [process.communicate()[0] for process in running]
+    assert [process.returncode for process in running] == [0] * 8, outputs
+    assert len(list((tmp_path / "dsv4").iterdir())) == 2
