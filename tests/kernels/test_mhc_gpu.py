@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -254,7 +256,7 @@ def compile_at_once(most: Case, counts: list[int]) -> None:
 )
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
 def test_both_sides_of_every_threshold_are_right_with_bfloat16_weights(kernel: str, hidden: int, n: int) -> None:
-    plans = cuda.PLANS if kernel == "cuda" else families._module("triton").PLANS
+    plans = importlib.import_module(f"dsv4_compile.kernels.mhc.{kernel}").PLANS
     limits = [int(limit) for limit, _ in plans if limit != math.inf]
     counts = [1, *(limit + k for limit in limits for k in (0, 1))]
     most = make((max(counts),), hidden, n, dtype=torch.bfloat16, weights=torch.bfloat16, device="cuda")
@@ -405,3 +407,14 @@ for kernel in GPU_FAMILIES:
     outputs = [process.communicate()[0] for process in running]
     assert [process.returncode for process in running] == [0] * 8, outputs
     assert len(list((tmp_path / "dsv4").iterdir())) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="there is no compute-sanitizer on PATH")
+def test_the_sanitizer_finds_nothing() -> None:
+    command = [sys.executable, "-m", "tests.sanitizer"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    if "Device not supported" in done.stdout:
+        pytest.skip("compute-sanitizer does not support this device, or a virtual machine keeps it from it")
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
