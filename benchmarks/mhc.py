@@ -8,10 +8,10 @@ What is measured: microseconds a call, from replays of a CUDA graph that holds m
 
 - `hot`: every call has the same buffers; up to about 500 tokens they stay in L2.
 - `cold`: the calls of a graph go round sets of buffers that are together larger than twice L2.
-- `copy`: a device copy of as many bytes as the operator must move at least (`LEAST`; for post + pre `20 * D + 160` a token
+- `copy`: a device copy of as many bytes as the operator must move at least (`LEAST`; post + pre: `20 * D + 160` a token
   and `fn` once); half of them read, half of them written.
-- `error`: the largest norm-wise relative error of the outputs to float64, over that of the reference. Where the reference
-  is closer to float64 than `ULP`, the error is over that: of two that are as good as exact, none is twice as good.
+- `error`: the largest norm-wise relative error of the outputs to float64, over that of the reference, or over `ULP`
+  where the reference is closer than that: of two results that are as good as exact, none is twice as good.
 
 bfloat16 residual, float32 `fn`, four streams, 20 Sinkhorn iterations. In the JSON a row is called "hidden/tokens", and
 "operator/hidden/tokens" when the operator is not `post_pre`.

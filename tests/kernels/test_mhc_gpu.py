@@ -38,7 +38,9 @@ OPERATORS = ("mhc_post_pre", "mhc_pre", "mhc_post", "mhc_head")
 # Triton has no head: the reference serves it.
 WRITTEN = [(kernel, name) for kernel in GPU_FAMILIES for name in OPERATORS if (kernel, name) != ("triton", "mhc_head")]
 each_operator = pytest.mark.parametrize(("kernel", "operator"), WRITTEN)
-ROUNDED = {torch.float32: SAME, torch.bfloat16: 2e-3}  # bfloat16: half a unit in the last place is at most 2^-9
+# Tensor cores cut off what does not fit the sum they add to; Triton's sums are long where tokens or columns are many.
+LONG_SUMS = {"cuda": SAME, "triton": 5e-6}
+ROUNDED = {torch.float32: SAME, torch.bfloat16: 2e-3}  # bfloat16: a rounding is 2^-9 at most
 
 
 def arguments_of(operator: str, case: Case) -> tuple[Any, ...]:
@@ -58,7 +60,9 @@ def call(operator: str, case: Case, kernel: str, deterministic: bool = False) ->
     return (got,) if isinstance(got, Tensor) else tuple(got)
 
 
-def assert_no_farther_than_the_rounding(case: Case, got: tuple[Tensor, ...], operator: str = "mhc_post_pre") -> None:
+def assert_no_farther_than_the_rounding(
+    case: Case, got: tuple[Tensor, ...], operator: str = "mhc_post_pre", bound: float = SAME
+) -> None:
     """The outputs that are rounded are a rounding away from float64; `post` and `comb` are exact for the residual."""
     if operator in ("mhc_post_pre", "mhc_post"):
         residual, *got = got
@@ -69,7 +73,7 @@ def assert_no_farther_than_the_rounding(case: Case, got: tuple[Tensor, ...], ope
         wanted = oracle_pre(case)
         assert distance(row, wanted[0]) <= ROUNDED[case.out_dtype]
         if operator != "mhc_head":
-            assert_close(tuple(expansion), wanted[1:])
+            assert_close(tuple(expansion), wanted[1:], bound)
 
 
 @pytest.mark.gpu
@@ -264,7 +268,7 @@ def test_both_sides_of_every_threshold_are_right_with_bfloat16_weights(kernel: s
         compile_at_once(most, [1, *(limit + 1 for limit in limits)])
     for tokens in counts:
         case = Case(*first_rows(most, tokens))
-        assert_no_farther_than_the_rounding(case, call("mhc_post_pre", case, kernel))
+        assert_no_farther_than_the_rounding(case, call("mhc_post_pre", case, kernel), bound=LONG_SUMS[kernel])
     assert_served_by(kernel, most)
 
 
@@ -319,7 +323,7 @@ def test_indices_beyond_two_to_the_31st(kernel: str, operator: str) -> None:
     many = replace(few, **repeated)
     assert many.residual.numel() > 2**31
     got = call(operator, many, kernel)
-    assert_no_farther_than_the_rounding(few, tuple(tensor[-40:] for tensor in got), operator)
+    assert_no_farther_than_the_rounding(few, tuple(tensor[-40:] for tensor in got), operator, LONG_SUMS[kernel])
     for tensor in got:  # a row's result does not depend on where in the batch it is
         of_copy = tensor.view(copies, -1)
         assert all(torch.equal(of_copy[0], one) for one in of_copy)
