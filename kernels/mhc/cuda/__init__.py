@@ -190,8 +190,7 @@ def _fitted(
 ) -> Variant:
     types = tuple(TYPES[dtype] for dtype in dtypes)
     plan = fitting(plan, n, hidden, logits, token_bytes(n, types, has_post), _card(index).shared_bytes)
-    entry = "mhc_clusters" if plan.clusters else "mhc"
-    return Variant(plan, n, hidden, logits, iters, types, has_post, has_norm, denormal, entry)
+    return Variant(plan, n, hidden, logits, iters, types, has_post, has_norm, denormal)
 
 
 def _counts(max_tokens: int) -> list[int]:
@@ -270,15 +269,15 @@ def _run(
         variant = _variant(tokens, plan, n, hidden, logits, iters, dtypes, x is not None, has_norm, denormal, index)
     except Provisional as default:
         variant = default.variant
-    blocks, waits, sums = variant.sizes(tokens)
+    blocks, tiles, sums = variant.sizes(tokens)
     with torch.cuda.device(index):
-        partials = torch.empty(sums, dtype=torch.float32, device=device) if sums else None
+        partials = torch.empty(sums, dtype=torch.float32, device=device)
         tensors = (
             x, residual, old_post, old_comb, fn, scale, base, norm_weight, new_residual, layer_input, new_post,
             new_comb, partials,
         )  # fmt: skip
         addresses = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
-        counter, held = counters.take(waits, index) if waits else (0, None)
+        counter, held = counters.take(tiles, index)
         packed = ARGUMENTS.pack(*addresses, counter, tokens, *constants)
         enqueue(variant, index, torch._C._cuda_getCurrentRawStream(index), blocks, packed)
         del held

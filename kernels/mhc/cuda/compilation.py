@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dsv4_compile.kernels.mhc.cuda.driver import bindings, check
-from dsv4_compile.kernels.mhc.cuda.plans import CLUSTER_COLUMNS, CLUSTER_WARPS, WARPS, Plan, cluster_bytes
+from dsv4_compile.kernels.mhc.cuda.plans import Plan
 
 __all__ = ["NORMAL_EPS", "TYPES", "Variant", "cache_folder", "cubin", "kernel", "token_bytes"]
 
@@ -66,19 +66,15 @@ class Variant:
             "STAGES": plan.stages,
             "TOKENS": plan.tokens,
             "COMBINED": int(plan.combined),
+            "STREAMING": int(plan.streaming),
             "DENORMAL": int(self.denormal),
             "POST_ALONE": int(self.entry == "mhc_post"),
-            "CLUSTERS": int(self.entry == "mhc_clusters"),
-            "SHARED_BYTES": self.shared_bytes,
         }
 
     def sizes(self, tokens: int) -> tuple[int, int, int]:
-        """Of a launch for `tokens` rows: blocks; counters, one a tile; float32 sums in the workspace."""
+        """Of a launch for `tokens` rows: blocks; tiles, each with a counter; float32 sums in the workspace."""
         plan, head = self.plan, self.logits == self.n
-        tiles = -(-tokens // plan.tile)
-        if plan.clusters:
-            return tiles * self.cluster, 0, 0
-        slices = plan.slices(self.n, self.hidden)
+        slices, tiles = plan.slices(self.n, self.hidden), -(-tokens // plan.tile)
         of_tile = slices
         if not plan.combined:
             rows = min(tokens, plan.tile)
@@ -88,23 +84,7 @@ class Variant:
     @functools.cached_property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
-        if self.entry == "mhc_post":
-            return 0
-        if self.entry == "mhc_clusters":
-            return cluster_bytes(self.n, self.hidden, self.logits, BYTES[self.types[1]])
-        return self.plan.staged_bytes(token_bytes(self.n, self.types, self.has_post))
-
-    @property
-    def cluster(self) -> int:
-        """Blocks of a cluster; 1 without clusters."""
-        return self.hidden // CLUSTER_COLUMNS if self.entry == "mhc_clusters" else 1
-
-    @property
-    def threads(self) -> int:
-        """Of a block."""
-        if self.entry != "mhc_clusters":
-            return WARPS * 32
-        return (CLUSTER_WARPS - (self.logits == self.n)) * 32
+        return 0 if self.entry == "mhc_post" else self.plan.staged_bytes(token_bytes(self.n, self.types, self.has_post))
 
 
 def token_bytes(n: int, types: tuple[str, ...], has_post: bool) -> int:
@@ -187,8 +167,5 @@ def kernel(variant: Variant, device: int) -> Any:
                 if variant.shared_bytes:
                     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                     check(driver.cuFuncSetAttribute(function, attribute, variant.shared_bytes))
-                if variant.cluster > 8:
-                    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
-                    check(driver.cuFuncSetAttribute(function, attribute, 1))
                 known = _kernels[key] = function
     return known

@@ -29,9 +29,9 @@ __device__ __forceinline__ void prefetch_fragment(const Arguments& a, int split)
         }
 }
 
-// Tensor cores cut off what does not fit the sum they add to, always towards zero. So the sums there, `fresh`, are short
-// ones, which are then added to `dots`.
-__device__ __forceinline__ void add_products(float (*fresh)[4], const float (*values)[VEC], const Fragment& f) {
+// Tensor cores cut off what does not fit the sum they add to, always towards zero. So the sums there are short ones.
+__device__ __forceinline__ void accumulate(float (*dots)[4], const float (*values)[VEC], const Fragment& f) {
+    float fresh[NTILES][4] = {};
 #pragma unroll
     for (int i = 0; i < VEC; i += 2) {
         const float a[4] = {values[0][i], values[1][i], values[0][i + 1], values[1][i + 1]};
@@ -51,17 +51,8 @@ __device__ __forceinline__ void add_products(float (*fresh)[4], const float (*va
             multiply_add(fresh[tile], top, first);
         }
     }
-}
-
-__device__ __forceinline__ void add_fresh(float (*dots)[4], const float (*fresh)[4]) {
 #pragma unroll
     for (int tile = 0; tile < NTILES; tile++)
 #pragma unroll
         for (int i = 0; i < 4; i++) dots[tile][i] += fresh[tile][i];
-}
-
-__device__ __forceinline__ void accumulate(float (*dots)[4], const float (*values)[VEC], const Fragment& f) {
-    float fresh[NTILES][4] = {};
-    add_products(fresh, values, f);
-    add_fresh(dots, fresh);
 }

@@ -87,16 +87,26 @@ __device__ __forceinline__ void write_row(float* to, const float* from) {
         for (int i = 0; i < LENGTH; i++) to[i] = from[i];
 }
 
-// `post` and `comb` of a token, by one thread. `sums`: those of post, of comb, of the squares; `base`: of post and comb.
-__device__ __forceinline__ void expand_token(const Arguments& a, i64 token, const float* sums, const float* base, float post_scale, float comb_scale) {
-    const float inverse_rms = rsqrtf(sums[LOGITS - N] / (N * HIDDEN) + a.rms_eps);
+__device__ void expand(const Arguments& a, i64 first, int count, int* counter, int index, int parties, float* scratch) {
+    constexpr int OWN = LOGITS - N + 1;  // sums of a token that are wanted here: of post, of comb, of the squares
+    float* parameters = scratch + TOGETHER * OWN + WARPS * OWN;
+    if constexpr (COMBINED) __syncthreads();  // `scratch` may still be read for the part before
+    if (threadIdx.x < LOGITS - N) parameters[threadIdx.x] = number(a.base + N + threadIdx.x);
+    const float post_scale = number(a.scale + 1), comb_scale = number(a.scale + 2);
+    wait(counter);
+    add_up_rest<OWN>(a, first, count, scratch);
+    if (threadIdx.x == THREADS - 1) leave(counter, index, parties);
+    if (threadIdx.x >= count) return;
+    const i64 token = first + threadIdx.x;
+    const float* sums = scratch + threadIdx.x * OWN;
+    const float inverse_rms = rsqrtf(sums[OWN - 1] / (N * HIDDEN) + a.rms_eps);
     const float scale = comb_scale * inverse_rms;
     float matrix[N * N];
 #pragma unroll
     for (int i = 0; i < N; i++) {
         float* row = matrix + i * N;
 #pragma unroll
-        for (int j = 0; j < N; j++) row[j] = fmaf(sums[N + i * N + j], scale, base[N + i * N + j]);
+        for (int j = 0; j < N; j++) row[j] = fmaf(sums[N + i * N + j], scale, parameters[N + i * N + j]);
         float largest = row[0], total = 0.0f;
 #pragma unroll
         for (int j = 1; j < N; j++) largest = fmaxf(largest, row[j]);
@@ -115,20 +125,7 @@ __device__ __forceinline__ void expand_token(const Arguments& a, i64 token, cons
     }
     float post[N];
 #pragma unroll
-    for (int i = 0; i < N; i++) post[i] = a.post_mult * sigmoid(fmaf(sums[i] * inverse_rms, post_scale, base[i]));
+    for (int i = 0; i < N; i++) post[i] = a.post_mult * sigmoid(fmaf(sums[i] * inverse_rms, post_scale, parameters[i]));
     write_row<N>(a.post + token * N, post);
     write_row<N * N>(a.comb + token * N * N, matrix);
-}
-
-__device__ void expand(const Arguments& a, i64 first, int count, int* counter, int index, int parties, float* scratch) {
-    constexpr int OWN = LOGITS - N + 1;  // sums of a token that are wanted here: of post, of comb, of the squares
-    float* parameters = scratch + TOGETHER * OWN + WARPS * OWN;
-    if constexpr (COMBINED) __syncthreads();  // `scratch` may still be read for the part before
-    if (threadIdx.x < LOGITS - N) parameters[threadIdx.x] = number(a.base + N + threadIdx.x);
-    const float post_scale = number(a.scale + 1), comb_scale = number(a.scale + 2);
-    wait(counter);
-    add_up_rest<OWN>(a, first, count, scratch);
-    if (threadIdx.x == THREADS - 1) leave(counter, index, parties);
-    if (threadIdx.x >= count) return;
-    expand_token(a, first + threadIdx.x, scratch + threadIdx.x * OWN, parameters, post_scale, comb_scale);
 }

@@ -11,6 +11,7 @@ import torch
 
 from dsv4_compile.kernels.mhc.cuda.compilation import Variant, kernel
 from dsv4_compile.kernels.mhc.cuda.driver import bindings, check
+from dsv4_compile.kernels.mhc.cuda.plans import WARPS
 
 __all__ = ["ARGUMENTS", "enqueue"]
 
@@ -21,46 +22,30 @@ ARGUMENTS = struct.Struct("=14q q 5f 4x")
 def enqueue(variant: Variant, device: int, stream: int, blocks: int, arguments: bytes) -> None:
     """Launch `variant` on the CUDA stream with handle `stream` of the current device, which is number `device`.
 
-    The blocks may start while the launch before ends, and wait for that themselves. Clusters do one tile after the
-    other, so there are no more of them than run at a time.
+    The blocks may start while the launch before ends, and wait for that themselves.
     """
     driver, _ = bindings()
     torch.cuda.is_current_stream_capturing()  # makes the device's context current in a thread that has none yet
-    function = kernel(variant, device)
-    if variant.plan.clusters:
-        blocks = min(blocks, variant.cluster * _active_clusters(variant, device))
     buffer = ctypes.create_string_buffer(arguments, len(arguments))
     parameters = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
-    config = _config(device, blocks, variant.threads, variant.cluster, variant.shared_bytes, stream)
-    check(driver.cuLaunchKernelEx(config, function, ctypes.addressof(parameters), 0))
+    config = _config(device, blocks, variant.shared_bytes, stream)
+    check(driver.cuLaunchKernelEx(config, kernel(variant, device), ctypes.addressof(parameters), 0))
 
 
 @functools.lru_cache(maxsize=1024)
-def _config(device: int, blocks: int, threads: int, cluster: int, shared_bytes: int, stream: int) -> Any:
+def _config(device: int, blocks: int, shared_bytes: int, stream: int) -> Any:
     driver, _ = bindings()
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = WARPS * 32, 1, 1
     config.sharedMemBytes = shared_bytes
     config.hStream = stream
-    attributes = []
     if torch.cuda.get_device_capability(device) >= (9, 0):
         attribute = driver.CUlaunchAttribute()
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attribute.value.programmaticStreamSerializationAllowed = 1
-        attributes.append(attribute)
-    if cluster > 1:
-        attribute = driver.CUlaunchAttribute()
-        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = cluster, 1, 1
-        attributes.append(attribute)
-    config.attrs, config.numAttrs = attributes, len(attributes)
+        config.attrs = [attribute]
+        config.numAttrs = 1
+    else:
+        config.numAttrs = 0
     return config
-
-
-@functools.lru_cache(maxsize=1024)
-def _active_clusters(variant: Variant, device: int) -> int:
-    """Clusters of `variant` that CUDA device number `device` has room for at a time."""
-    driver, _ = bindings()
-    config = _config(device, variant.cluster, variant.threads, variant.cluster, variant.shared_bytes, 0)
-    return int(check(driver.cuOccupancyMaxActiveClusters(kernel(variant, device), config)))

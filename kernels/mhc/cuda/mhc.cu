@@ -11,17 +11,16 @@
 //   SPLITS     slices of the hidden axis           TOGETHER  tokens whose post and comb one block computes
 //   LAG        tiles between the producers and the consumers that start together
 //   STAGES     steps whose streams a producer has in shared memory; with ALL
-//   POST_ALONE 1: the kernel mhc_post and not mhc   CLUSTERS  1: the kernel mhc_clusters
+//   POST_ALONE 1: the kernel mhc_post and not mhc
+//   STREAMING  1: rows are read for the last time, and `layer_input` is written, as what leaves the caches first
 //   TOKENS     tokens of a collapsing block         COMBINED  1: every block produces, then consumes; LAG is 1 or more
 //   BLOCKS     that are to fit on a multiprocessor   DENORMAL  1: sums of Sinkhorn may be denormal, so divide
 
-#if CLUSTERS
-
-#include "clusters.cuh"
-
-#elif POST_ALONE
-
 #include "collapse.cuh"
+#include "expand.cuh"
+#include "produce.cuh"
+
+#if POST_ALONE
 
 // Block i: THREADS chunks of a token, eight columns a thread.
 extern "C" __global__ void __launch_bounds__(THREADS) mhc_post(const Arguments a) {
@@ -31,10 +30,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) mhc_post(const Arguments a
 }
 
 #else
-
-#include "collapse.cuh"
-#include "expand.cuh"
-#include "produce.cuh"
 
 __device__ __forceinline__ int parts_of(int whole, int part) { return (whole + part - 1) / part; }
 

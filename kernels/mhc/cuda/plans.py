@@ -29,8 +29,6 @@ __all__ = [
 ]
 
 WARPS = 8  # of a block
-CLUSTER_COLUMNS = 256  # of a block in a cluster
-CLUSTER_WARPS = 17  # of such a block: those that mix, and one for `post` and `comb`
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class Plan:
     collapsing block mixes its token's streams itself. lag: tiles between the producers and the consumers that start
     together. blocks: that are to fit on a multiprocessor. stages: steps whose streams a producer has in shared memory.
     tokens: of a collapsing block. combined: every block is a producer and then a consumer, of a tile `lag` (1 or more)
-    before its own.
+    before its own. streaming: what a collapsing block reads and writes leaves the caches first.
     """
 
     groups: int
@@ -56,7 +54,7 @@ class Plan:
     stages: int = 2
     tokens: int = 1
     combined: bool = False
-    clusters: bool = False
+    streaming: bool = False
 
     @property
     def tile(self) -> int:
@@ -110,6 +108,7 @@ RANGES: dict[str, tuple[int, ...] | range] = {
     "stages": range(1, 5),
     "tokens": range(1, 5),
     "combined": (False, True),
+    "streaming": (False, True),
 }
 
 
@@ -130,7 +129,6 @@ _NARROW = Plan(groups=1, whole=False, vec=4, steps=1, together=1, ahead=True)
 _TILES = Plan(groups=1, whole=True, vec=4, steps=1, together=4, ahead=True, stages=1)
 _TURNS = Plan(groups=1, whole=True, vec=4, steps=1, together=1, ahead=False, lag=1, stages=1, combined=True)
 _WIDE = Plan(groups=1, whole=True, vec=8, steps=2, together=4, ahead=False, lag=1, tokens=2, combined=True)
-CLUSTERS = Plan(groups=1, whole=True, vec=4, steps=1, together=1, ahead=False, lag=1, combined=True, clusters=True)
 _LONG = Plan(groups=2, whole=True, vec=8, steps=4, together=8, ahead=False, lag=4, tokens=2, combined=True)
 
 Table = tuple[tuple[float, Plan], ...]  # up to so many tokens, this plan
@@ -246,17 +244,3 @@ def fitting(plan: Plan, n: int, hidden: int, logits: int, token_bytes: int, shar
     if plan.whole and plan.staged_bytes(token_bytes) + fixed > shared_limit:
         return _NARROW
     return plan
-
-
-def cluster_bytes(n: int, hidden: int, logits: int, column_bytes: int) -> int:
-    """Shared memory of a block of clusters.cuh (`struct Shared`), with `column_bytes` in a column of one stream."""
-    tokens, slots, blocks = 16, 3, hidden // CLUSTER_COLUMNS
-    rest = 0 if logits == n else -(-(logits - n + 1) // 4) * 4
-    kept = rest or 4
-    owned = -(-tokens // blocks)
-    floats = logits * n * CLUSTER_COLUMNS
-    floats += 8 * (-(-logits // 8) * 4 * 32 + tokens)
-    floats += tokens * (n + 1) + tokens * kept
-    floats += 2 * blocks * (tokens * (n + 1) + owned * kept + tokens)
-    floats += 2 * tokens * (n + 1) * n + max(1, 8 // owned) * owned * kept + logits + 1
-    return 4 * floats + slots * tokens * (n * CLUSTER_COLUMNS * column_bytes + 32) + 128

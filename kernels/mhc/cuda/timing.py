@@ -122,8 +122,8 @@ def _shared(variants: list[Variant], tokens: int) -> int:
 
 
 def _counters(variants: list[Variant], tokens: int) -> int:
-    """Counters that a launch takes at most, or one."""
-    return max(1, *(variant.sizes(tokens)[1] for variant in variants))
+    """Counters that a launch takes at most."""
+    return max(variant.sizes(tokens)[1] for variant in variants)
 
 
 def _room(variants: list[Variant], counts: range, index: int) -> tuple[int, int]:
