@@ -214,7 +214,7 @@ def candidates(tokens: int, problem: Problem) -> list[Plan]:
         {"vec": 12 - first.vec},
         {"steps": first.steps // 2},
         {"groups": 2 * first.groups},
-        {"lag": 2 * first.lag},
+        {"streaming": not first.streaming} if tokens > 1024 else {"lag": 2 * first.lag},
         {"blocks": first.blocks + 1},
     )
     plans += [dataclasses.replace(first, **change) for change in varied]
