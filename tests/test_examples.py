@@ -45,7 +45,7 @@ def test_an_epsilon_in_a_global_variable_is_a_constant_with_symbolic_shapes_as_w
             torch.testing.assert_close(compiled(ids), model(ids), rtol=1e-4, atol=1e-5)
     (graph,) = dsv4_compile.report().graphs
     assert graph.dynamic
-    assert [site["form"] for site in graph.mhc] == ["pre", "post_pre", "post_pre", "post_pre", "post"]
+    assert [site.form for site in graph.mhc] == ["pre", "post_pre", "post_pre", "post_pre", "post"]
     assert not graph.missed
 
 
