@@ -25,7 +25,7 @@ from dsv4_compile.passes.pipeline import Collected, GraphPass, GraphPasses, coll
 from dsv4_compile.passes.projections import ProjectionsPass
 from dsv4_compile.passes.sites import Missed
 from dsv4_compile.report import CompileReport, GraphReport, Piece, new_report
-from dsv4_compile.scalars import fix_module_floats
+from dsv4_compile.scalars import fix_model_floats
 
 __all__ = ["StrictError", "dsv4", "graph_passes"]
 
@@ -72,7 +72,7 @@ def dsv4(
     if disabled():
         return _inductor(gm, example_inputs, patches)
     if chosen.mhc != "off":
-        fix_module_floats(gm)
+        fix_model_floats(gm)
     report = _report_of(chosen, example_inputs)
     graph = GraphReport(id=_graph_id(report))
     report.graphs.append(graph)

@@ -1,8 +1,9 @@
 """Python floats of the model under `dynamic=True`.
 
 There Dynamo makes every float it meets a graph input, the epsilons of the model among them, and a formula with unknown
-constants cannot be recognised. The floats that come from a module's attributes are made constants again, with a guard
-on their value: the same restart of the analysis that Dynamo uses itself for floats it cannot pass on.
+constants cannot be recognised. The floats that come from a module's attributes or are global variables are made
+constants again, with a guard on their value: the same restart of the analysis that Dynamo uses itself for floats it
+cannot pass on. A float that is an argument of the compiled function stays one.
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._guards import GuardSource
 from torch.fx import GraphModule
 
 from dsv4_compile.passes.mhc_pre import is_mixing_shape
 
-__all__ = ["fix_module_floats"]
+__all__ = ["fix_model_floats"]
 
 
-def fix_module_floats(gm: GraphModule) -> None:
-    """Restarts Dynamo's analysis with the floats of modules as constants; does nothing where there are none.
+def fix_model_floats(gm: GraphModule) -> None:
+    """Restarts Dynamo's analysis with the model's own floats as constants; does nothing where there are none.
 
     Raises:
         TensorifyScalarRestartAnalysis: caught by Dynamo, which traces the frame again.
@@ -43,10 +45,10 @@ def _mixes(example: Any) -> bool:
 
 
 def _float_name(node: torch.fx.Node) -> str | None:
-    """Dynamo's name of the float behind a graph input, when it is an attribute of a module."""
+    """Dynamo's name of the float behind a graph input, when it is an attribute of a module or a global variable."""
     try:
-        source = node.meta["grapharg"].source.base
-        if not source.guard_source.is_unspecialized_nn_module():
+        origin = node.meta["grapharg"].source.guard_source
+        if not origin.is_unspecialized_nn_module() and origin is not GuardSource.GLOBAL:
             return None
         return str(node.meta["example_value"].item_memo.node._expr.name)
     except (AttributeError, KeyError, TypeError):

@@ -1,11 +1,15 @@
 """Each example runs as its docstring says, and prints what it is there to show."""
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+import dsv4_compile
 
 ROOT = Path(__file__).parent.parent
 
@@ -28,6 +32,21 @@ def test_a_model_in_the_style_of_deepseek_is_recognised() -> None:
     assert "missed" not in out
     difference = re.search(r"largest difference to eager: (\S+) of", out)
     assert difference and float(difference[1]) < 1e-5
+
+
+def test_an_epsilon_in_a_global_variable_is_a_constant_with_symbolic_shapes_as_well() -> None:
+    """`dynamic=True` makes it a graph input, and a formula with unknown constants cannot be recognised."""
+    torch.manual_seed(0)
+    model = runpy.run_path(str(ROOT / "examples/deepseek_style.py"))["Transformer"]()
+    compiled = torch.compile(model, backend="dsv4", dynamic=True, options={"compiler": "eager"})
+    for length in (32, 7):
+        ids = torch.randint(0, 512, (1, length))
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(ids), model(ids), rtol=1e-4, atol=1e-5)
+    (graph,) = dsv4_compile.report().graphs
+    assert graph.dynamic
+    assert [site.form for site in graph.mhc] == ["pre", "post_pre", "post_pre", "post_pre", "post"]
+    assert not graph.missed
 
 
 def test_the_report_names_the_site_that_is_not_the_formula_and_where_it_is_written() -> None:
