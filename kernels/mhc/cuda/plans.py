@@ -125,22 +125,47 @@ def illegal(plan: Plan) -> str | None:
     return None
 
 
+# Few tokens: a warp has one stream of its columns. A slice is all there is to bring in, so there are many of them.
 _NARROW = Plan(groups=1, whole=False, vec=4, steps=1, together=1, ahead=True)
-_TILES = Plan(groups=1, whole=True, vec=4, steps=1, together=4, ahead=True, stages=1)
+_BROAD = dataclasses.replace(_NARROW, vec=8)
+# More tokens: blocks are producers, then consumers of the tile before. (`tokens` is 1 where a row is too long for 2.)
 _TURNS = Plan(groups=1, whole=True, vec=4, steps=1, together=1, ahead=False, lag=1, stages=1, combined=True)
-_WIDE = Plan(groups=1, whole=True, vec=8, steps=2, together=4, ahead=False, lag=1, tokens=2, combined=True)
-_LONG = Plan(groups=2, whole=True, vec=8, steps=4, together=8, ahead=False, lag=4, tokens=2, combined=True)
+_PAIRS = dataclasses.replace(_TURNS, vec=8, together=2, tokens=2)
+_FOURS = dataclasses.replace(_PAIRS, together=4)
+# Many tokens: `steps` columns in turn, the next ones under way meanwhile.
+_STEADY = dataclasses.replace(_FOURS, steps=2, stages=2)
+_PASSING = dataclasses.replace(_STEADY, together=8, streaming=True)
+_LONG = dataclasses.replace(_PASSING, steps=4)
 
 Table = tuple[tuple[float, Plan], ...]  # up to so many tokens, this plan
 
-# The fastest of those that `benchmarks/mhc.py --search` timed on an H100 (SXM), bfloat16, four streams, at hidden size
-# 4096 and 1, 16, 64, 128, 512 and 8192 tokens.
-PLANS: Table = ((32, _NARROW), (64, _TILES), (256, _TURNS), (1024, _WIDE), (math.inf, _LONG))
+# The fastest of those that `benchmarks/mhc.py --search` timed on an H100 (SXM), bfloat16, four streams, at the limits
+# here and at 1024 and 8192 tokens: for hidden size 4096, then for 7168.
+PLANS: Table = (
+    (8, dataclasses.replace(_NARROW, blocks=3)),
+    (32, dataclasses.replace(_BROAD, together=2)),
+    (64, _PAIRS),
+    (128, _TURNS),
+    (256, _FOURS),
+    (512, _PASSING),
+    (2048, _LONG),
+    (math.inf, _PASSING),
+)
+_PLANS_OF_LONG_ROWS: Table = (
+    (8, _BROAD),
+    (16, dataclasses.replace(_BROAD, together=4)),
+    (32, dataclasses.replace(_BROAD, together=2)),
+    (64, _TURNS),
+    (128, _FOURS),
+    (256, _STEADY),
+    (512, _LONG),
+    (math.inf, _PASSING),
+)
 
 # Plans that need no search, for four streams of 16 bits, by kind of card and hidden size.
 SHIPPED: dict[tuple[str, range], Table] = {
     ("H100", range(8, 4097)): PLANS,
-    ("H100", range(4097, 7169)): PLANS,
+    ("H100", range(4097, 7169)): _PLANS_OF_LONG_ROWS,
 }
 # What a card of a kind has in its name, and multiprocessors at least (slices of a card have fewer).
 KINDS = {"H100": (("H100", "H200", "H800"), 132)}
