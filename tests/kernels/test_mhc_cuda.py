@@ -83,9 +83,14 @@ def test_an_arena_gives_no_counter_twice() -> None:
 
 
 def variant(
-    tokens: int, n: int = 4, hidden: int = 512, dtype: torch.dtype = torch.bfloat16, has_post: bool = True
+    tokens: int,
+    n: int = 4,
+    hidden: int = 512,
+    dtype: torch.dtype = torch.bfloat16,
+    has_post: bool = True,
+    mixing: torch.dtype = torch.float32,
 ) -> compilation.Variant:
-    dtypes = (dtype, dtype, dtype, torch.float32, torch.float32, dtype, dtype)
+    dtypes = (dtype, dtype, dtype, torch.float32, torch.float32, dtype, dtype, mixing)
     return cuda._variant(tokens, None, n, hidden, (2 + n) * n, 20, dtypes, has_post, True, False)
 
 

@@ -96,6 +96,11 @@ def _ready(tensor: Tensor, types: tuple[torch.dtype, ...] = tuple(TYPES)) -> Ten
 _FLOAT = (torch.float32,)
 
 
+def _rounded(mixing_dtype: torch.dtype | None) -> torch.dtype:
+    """What float32 weights are rounded to for `mixing_dtype`."""
+    return torch.float32 if mixing_dtype in (None, torch.float64) else mixing_dtype
+
+
 @functools.cache
 def _shared_limit(index: int | None) -> int:
     """Bytes of shared memory that a block can have on CUDA device `index`, or on an H100."""
@@ -156,7 +161,7 @@ def warmup(max_tokens: int) -> int:
 
 def _run(
     residual: Tensor,
-    mixing: tuple[Tensor, Tensor, Tensor, Tensor] | None,
+    mixing: tuple[Tensor, Tensor, Tensor, Tensor, torch.dtype | None] | None,
     weights: tuple[Tensor, Tensor, Tensor, Tensor | None],
     iters: int,
     constants: tuple[float, float, float, float, float],
@@ -165,7 +170,8 @@ def _run(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`pre` of the streams that `post` makes of `residual`, or of `residual` itself.
 
-    `mixing`: x, post, comb and the new residual, which is filled. `weights`: fn, scale, base, norm weight.
+    `mixing`: x, post, comb, the new residual, which is filled, and the dtype that post and comb are rounded to.
+    `weights`: fn, scale, base, norm weight.
     """
     *lead, n, hidden = residual.shape
     device = residual.device
@@ -183,9 +189,9 @@ def _run(
     if scale.dtype is not base.dtype:
         scale, base = scale.float(), base.float()
     norm_weight = None if norm_weight is None else _ready(norm_weight)
-    x = old_post = old_comb = new_residual = None
+    x = old_post = old_comb = new_residual = mixing_dtype = None
     if mixing is not None:
-        x, old_post, old_comb, new_residual = mixing
+        x, old_post, old_comb, new_residual, mixing_dtype = mixing
         x, old_post, old_comb = _ready(x), _ready(old_post, _FLOAT), _ready(old_comb, _FLOAT)
     dtypes = (
         residual.dtype,
@@ -195,6 +201,7 @@ def _run(
         base.dtype,
         torch.float32 if norm_weight is None else norm_weight.dtype,
         out_dtype,
+        _rounded(mixing_dtype),
     )
     denormal = constants[2] < NORMAL_EPS
     index, has_norm = device.index, norm_weight is not None
@@ -287,7 +294,14 @@ def mhc_head(
     return _run(residual, None, weights, 0, (rms_eps, pre_eps, 1.0, 0.0, norm_eps), out_dtype, plan)[0]
 
 
-def mhc_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, residual_dtype: torch.dtype) -> Tensor:
+def mhc_post(
+    x: Tensor,
+    residual: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    residual_dtype: torch.dtype,
+    mixing_dtype: torch.dtype | None = None,
+) -> Tensor:
     """`reference.mhc_post`; output contiguous."""
     n, hidden = residual.shape[-2:]
     new_residual = torch.empty(residual.shape, dtype=residual_dtype, device=residual.device)
@@ -296,7 +310,7 @@ def mhc_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, residual_d
         return new_residual
     x, residual = _ready(x), _ready(residual)
     post, comb = _ready(post, _FLOAT), _ready(comb, _FLOAT)
-    dtypes = (residual.dtype, residual_dtype, x.dtype, *_FLOAT * 4)
+    dtypes = (residual.dtype, residual_dtype, x.dtype, *_FLOAT * 4, _rounded(mixing_dtype))
     types = tuple(TYPES[dtype] for dtype in dtypes)
     variant = Variant(PLANS[0][1], n, hidden, n, 0, types, True, False, False, "mhc_post")
     index = residual.device.index
@@ -327,6 +341,7 @@ def mhc_post_pre(
     norm_eps: float,
     residual_dtype: torch.dtype,
     out_dtype: torch.dtype,
+    mixing_dtype: torch.dtype | None = None,
     deterministic: bool = False,
     plan: Plan | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -335,5 +350,5 @@ def mhc_post_pre(
     new_residual = torch.empty(residual.shape, dtype=residual_dtype, device=residual.device)
     constants = (rms_eps, pre_eps, sinkhorn_eps, post_mult, norm_eps)
     weights = (fn, scale, base, norm_weight)
-    mixing = (x, post, comb, new_residual)
+    mixing = (x, post, comb, new_residual, mixing_dtype)
     return new_residual, *_run(residual, mixing, weights, iters, constants, out_dtype, plan)

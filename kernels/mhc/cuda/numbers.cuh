@@ -105,6 +105,16 @@ __device__ __forceinline__ float number(const f16* at) {
     return value;
 }
 
+// The number of type T that is next to `value`.
+template <class T>
+__device__ __forceinline__ float rounded(float value) {
+    float pair[2] = {value, value};
+    Pack<T, 2> pack;
+    pack_into(pair, pack);
+    unpack(pack, pair);
+    return pair[0];
+}
+
 // To one unit in the last place.
 __device__ __forceinline__ float reciprocal(float x) {
     float value;
