@@ -32,7 +32,7 @@ struct Arguments {
 };
 
 // An entry of `old_post` or `old_comb`, as it is multiplied.
-__device__ __forceinline__ float mixing_weight(const float* at) { return rounded<MIXING>(*at); }
+__device__ __forceinline__ float mixing_weight(float entry) { return rounded<WEIGHT>(entry); }
 
 // Blocks start before the launch before has ended (__init__.py: `_launch`). What it wrote may be read from here on.
 // The next launch may start as well from here on: it waits for the end of this one in the same way.

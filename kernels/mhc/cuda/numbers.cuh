@@ -105,7 +105,7 @@ __device__ __forceinline__ float number(const f16* at) {
     return value;
 }
 
-// The number of type T that is next to `value`.
+// `value`, rounded to the nearest number of type T.
 template <class T>
 __device__ __forceinline__ float rounded(float value) {
     float pair[2] = {value, value};
