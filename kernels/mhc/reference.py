@@ -56,7 +56,7 @@ def mhc_pre(
     Arguments: `residual` `[..., n, D]`; `fn` `[M, n * D]`; `scale` `[3]`; `base` `[M]`; `norm_weight` `[D]`, or None
     to leave the collapsed row without RMSNorm; `iters` Sinkhorn iterations; the epsilons of the flattened RMS
     (`rms_eps`), of `pre` (`pre_eps`), of Sinkhorn (`sinkhorn_eps`) and of the RMSNorm (`norm_eps`); `post_mult` the
-    upper end of `post`. Any float dtypes.
+    upper end of `post`. Any float dtypes. Dividing the row by its RMS before the product would be the same.
 
     Returns `(layer_input, post, comb)`: `[..., D]` in `out_dtype`, `[..., n]` and `[..., n, n]` in the compute dtype.
     """
