@@ -25,12 +25,13 @@ HEADERS_EXIST := import os, sys, sysconfig; \
 	sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu lint types format clean distclean compiler headers
+.PHONY: help demo test test-gpu sanitize lint types format clean distclean compiler headers
 
 help:
 	@echo "make demo       set up $(VENV) and run examples/demo.py"
 	@echo "make test       the tests that need no GPU"
 	@echo "make test-gpu   the tests that need a CUDA device"
+	@echo "make sanitize   the mHC kernels under compute-sanitizer: memcheck, racecheck, initcheck; needs a CUDA device"
 	@echo "make lint       ruff: rules and format"
 	@echo "make types      mypy"
 	@echo "make format     let ruff rewrite the files"
@@ -44,6 +45,9 @@ test: compiler $(VENV)/.develop headers
 
 test-gpu: compiler $(VENV)/.develop headers
 	$(BIN)/pytest -m gpu $(PYTEST_ARGS)
+
+sanitize: $(VENV)/.develop headers
+	$(BIN)/python -m tests.sanitizer
 
 lint: $(VENV)/.develop
 	$(BIN)/ruff check .

@@ -1,22 +1,26 @@
-"""mHC's post + pre + RMSNorm between two sublayers: every kernel family against a copy of the same bytes.
+"""The mHC operators, foremost post + pre + RMSNorm between two sublayers: each family against a copy of the same bytes.
 
     PYTHONPATH=. python benchmarks/mhc.py                         # the table, on a GPU
+    PYTHONPATH=. python benchmarks/mhc.py --operator all          # pre, post and head alone as well
     PYTHONPATH=. python benchmarks/mhc.py --search --tokens 1,8   # every plan of the CUDA family
 
 What is measured: microseconds a call, from replays of a CUDA graph that holds many calls; median of the replays.
 
 - `hot`: every call has the same buffers; up to about 500 tokens they stay in L2.
 - `cold`: the calls of a graph go round sets of buffers that are together larger than twice L2.
-- `copy`: a device copy of as many bytes as the operator must move at least, `20 * D + 160` a token and `fn` once; half
-  of them read, half of them written.
-- `error`: the largest norm-wise relative error of the four outputs to float64, over that of the reference.
+- `copy`: a device copy of as many bytes as the operator must move at least (`LEAST`; post + pre: `20 * D + 160` a token
+  and `fn` once); half of them read, half of them written.
+- `error`: the largest norm-wise relative error of the outputs to float64, over that of the reference, or over `ULP`
+  where the reference is closer than that: of two results that are as good as exact, none is twice as good.
 
-bfloat16 residual, float32 `fn`, four streams, 20 Sinkhorn iterations.
+bfloat16 residual, float32 `fn`, four streams, 20 Sinkhorn iterations. In the JSON a row is called "hidden/tokens", and
+"operator/hidden/tokens" when the operator is not `post_pre`.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import json
 import os
@@ -33,11 +37,21 @@ from torch import Tensor
 from dsv4_compile.kernels.mhc import cuda, reference
 from dsv4_compile.kernels.mhc.cuda import compilation
 
+OPERATORS = ("post_pre", "pre", "post", "head")
 TOKENS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 HIDDEN = (4096, 7168)
 N, ITERS = 4, 20
 LOGITS = (2 + N) * N
 CONSTANTS = (1e-6, 1e-6, 1e-6, 2.0, 1e-6)
+ULP = 2.0**-23  # of float32
+MIXING = 4 * (N + N * N)  # bytes of a token's `post` and `comb`
+# What an operator must move: columns and further bytes of a token in bfloat16 and float32, rows of `fn` in float32.
+LEAST = {
+    "post_pre": (1 + 2 * N + 1, 2 * MIXING, LOGITS),  # x, residual in and out, the collapsed row
+    "pre": (N + 1, MIXING, LOGITS),
+    "post": (1 + 2 * N, MIXING, 0),
+    "head": (N + 1, 0, N),
+}
 L2_BYTES = 50 << 20
 CALLS, REPLAYS = 20, 15
 METHOD = (
@@ -59,8 +73,19 @@ class Inputs:
     base: Tensor
     norm_weight: Tensor
 
-    def arguments(self) -> tuple[Any, ...]:
-        return (*vars(self).values(), ITERS, *CONSTANTS, torch.bfloat16, torch.bfloat16)
+    def arguments(self, operator: str = "post_pre", dtype: torch.dtype = torch.bfloat16) -> tuple[Any, ...]:
+        """Of the function of that name in reference.py; `dtype` is that of the new residual and of the row."""
+        streams = (self.x, self.residual, self.post, self.comb)
+        weights = (self.fn, self.scale, self.base, self.norm_weight)
+        rms_eps, pre_eps, _, _, norm_eps = CONSTANTS
+        if operator == "post":
+            return (*streams, dtype)
+        if operator == "pre":
+            return (self.residual, *weights, ITERS, *CONSTANTS, dtype)
+        if operator == "head":
+            of_head = (self.fn[:N], self.scale[:1], self.base[:N], self.norm_weight)
+            return (self.residual, *of_head, rms_eps, pre_eps, norm_eps, dtype)
+        return (*streams, *weights, ITERS, *CONSTANTS, dtype, dtype)
 
 
 def make(tokens: int, hidden: int, seed: int) -> Inputs:
@@ -81,9 +106,9 @@ def make(tokens: int, hidden: int, seed: int) -> Inputs:
     )
 
 
-def least_bytes(tokens: int, hidden: int) -> int:
-    """x, residual in and out, the collapsed row in bfloat16; post and comb in and out and `fn` in float32."""
-    return tokens * (20 * hidden + 2 * 4 * (N + N * N)) + 4 * LOGITS * N * hidden
+def least_bytes(operator: str, tokens: int, hidden: int) -> int:
+    columns, further, rows = LEAST[operator]
+    return tokens * (2 * columns * hidden + further) + 4 * rows * N * hidden
 
 
 def microseconds(calls: list[Callable[[], Any]]) -> float:
@@ -111,8 +136,8 @@ def microseconds(calls: list[Callable[[], Any]]) -> float:
     return statistics.median(times)
 
 
-def sets_for(tokens: int, hidden: int) -> int:
-    return max(2, -(-2 * L2_BYTES // least_bytes(tokens, hidden)) + 1)
+def sets_for(operator: str, tokens: int, hidden: int) -> int:
+    return max(2, -(-2 * L2_BYTES // least_bytes(operator, tokens, hidden)) + 1)
 
 
 def both(run: Callable[..., Any], sets: list[tuple[Any, ...]]) -> tuple[float, float]:
@@ -123,25 +148,36 @@ def both(run: Callable[..., Any], sets: list[tuple[Any, ...]]) -> tuple[float, f
     return hot, cold
 
 
-def copies(tokens: int, hidden: int) -> tuple[float, float]:
-    size = least_bytes(tokens, hidden) // 2
+def copies(operator: str, tokens: int, hidden: int) -> tuple[float, float]:
+    size = least_bytes(operator, tokens, hidden) // 2
     sets = [
         tuple(torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2))
-        for _ in range(sets_for(tokens, hidden))
+        for _ in range(sets_for(operator, tokens, hidden))
     ]
     return both(lambda to, source: to.copy_(source), sets)
 
 
-def errors(outputs: tuple[Tensor, ...], inputs: Inputs) -> float:
-    """The largest of the four errors, each over eager's in the same dtypes; float32 for post and comb."""
-    wide = [v.double() for v in vars(inputs).values()]
-    exact = reference.mhc_post_pre(*wide, ITERS, *CONSTANTS, torch.float64, torch.float64)
-    eager = reference.mhc_post_pre(*inputs.arguments())
+def implementation(family: str, operator: str) -> Callable[..., Any] | None:
+    """The family's function, or None when it has none; "inductor" is the reference compiled."""
+    name = f"mhc_{operator}"
+    if family == "inductor":
+        torch._dynamo.reset()  # each row has shapes of its own, and only so many recompilations are allowed
+        return torch.compile(getattr(reference, name), dynamic=False)
+    return getattr(importlib.import_module(f"dsv4_compile.kernels.mhc.{family}"), name, None)
+
+
+def errors(operator: str, outputs: Any, inputs: Inputs) -> float:
+    """The largest of the outputs' errors, each over eager's in the same dtypes; float32 for post and comb."""
+    run = getattr(reference, f"mhc_{operator}")
+    wide = Inputs(*(v.double() for v in vars(inputs).values()))
+    exact, eager = run(*wide.arguments(operator, torch.float64)), run(*inputs.arguments(operator))
+    if isinstance(outputs, Tensor):
+        outputs, exact, eager = (outputs,), (exact,), (eager,)
 
     def distance(a: Tensor, b: Tensor) -> float:
         return float((a.double() - b).norm() / b.norm())
 
-    return max(distance(o, w) / max(distance(e, w), 1e-9) for o, e, w in zip(outputs, eager, exact, strict=True))
+    return max(distance(o, w) / max(distance(e, w), ULP) for o, e, w in zip(outputs, eager, exact, strict=True))
 
 
 # ------------------------------------------------------------------------------------------------------------- search
@@ -177,7 +213,7 @@ def candidates(tokens: int) -> list[cuda.Plan]:
 
 def search(tokens: list[int], widths: list[int]) -> dict[str, Any]:
     pairs = [(plan, hidden) for hidden in widths for n in tokens for plan in candidates(n)]
-    dtypes = (torch.bfloat16,) * 3 + (torch.float32,) * 2 + (torch.bfloat16,) * 2
+    dtypes = (torch.bfloat16,) * 3 + (torch.float32,) * 2 + (torch.bfloat16,) * 2 + (torch.float32,)
 
     def compile_one(pair: tuple[cuda.Plan, int]) -> str | None:
         try:
@@ -192,8 +228,8 @@ def search(tokens: list[int], widths: list[int]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for hidden in widths:
         for n in tokens:
-            sets = [make(n, hidden, seed).arguments() for seed in range(sets_for(n, hidden))]
-            copy = copies(n, hidden)
+            sets = [make(n, hidden, seed).arguments() for seed in range(sets_for("post_pre", n, hidden))]
+            copy = copies("post_pre", n, hidden)
             found = []
             for plan in candidates(n):
                 try:
@@ -213,40 +249,35 @@ def search(tokens: list[int], widths: list[int]) -> dict[str, Any]:
 # -------------------------------------------------------------------------------------------------------------- table
 
 
-def table(tokens: list[int], widths: list[int], families: list[str]) -> dict[str, Any]:
+def table(operators: list[str], tokens: list[int], widths: list[int], families: list[str]) -> dict[str, Any]:
     rows: dict[str, Any] = {}
-    for hidden in widths:
-        for n in tokens:
-            inputs = [make(n, hidden, seed) for seed in range(sets_for(n, hidden))]
-            sets = [i.arguments() for i in inputs]
-            row: dict[str, Any] = {"copy": copies(n, hidden)}
-            for family in families:
-                run = FAMILIES[family]
-                row[family] = both(run, sets)
-                row[f"{family} error"] = errors(run(*sets[0]), inputs[0]) if n <= 2048 else None
-            rows[f"{hidden}/{n}"] = row
-            text = "  ".join(
-                f"{k} {v[0]:.2f} {v[1]:.2f}" if isinstance(v, tuple) else f"{k} {v}" for k, v in row.items()
-            )
-            print(f"{hidden}/{n}: {text}", flush=True)
+    for operator, hidden, n in itertools.product(operators, widths, tokens):
+        inputs = [make(n, hidden, seed) for seed in range(sets_for(operator, n, hidden))]
+        sets = [i.arguments(operator) for i in inputs]
+        row: dict[str, Any] = {"copy": copies(operator, n, hidden)}
+        for family in families:
+            run = implementation(family, operator)
+            if run is None:
+                continue
+            row[family] = both(run, sets)
+            row[f"{family} error"] = errors(operator, run(*sets[0]), inputs[0]) if n <= 2048 else None
+        key = f"{hidden}/{n}" if operator == "post_pre" else f"{operator}/{hidden}/{n}"
+        rows[key] = row
+        text = "  ".join(f"{k} {v[0]:.2f} {v[1]:.2f}" if isinstance(v, tuple) else f"{k} {v}" for k, v in row.items())
+        print(f"{key}: {text}", flush=True)
     return rows
 
 
-def _triton(*arguments: Any) -> Any:
-    from dsv4_compile.kernels.mhc import triton
-
-    return triton.mhc_post_pre(*arguments)
-
-
-FAMILIES: dict[str, Callable[..., Any]] = {
-    "cuda": cuda.mhc_post_pre,
-    "triton": _triton,
-    "inductor": torch.compile(reference.mhc_post_pre, dynamic=False),
-}
+def operators_of(text: str) -> list[str]:
+    names = list(OPERATORS) if text == "all" else text.split(",")
+    if unknown := set(names) - set(OPERATORS):
+        raise argparse.ArgumentTypeError(f"no operator {', '.join(sorted(unknown))}; there are {', '.join(OPERATORS)}")
+    return names
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--operator", type=operators_of, default=["post_pre"], help=f"{', '.join(OPERATORS)}, or all")
     parser.add_argument("--tokens", type=lambda t: [int(x) for x in t.split(",")], default=list(TOKENS))
     parser.add_argument("--hidden", type=lambda t: [int(x) for x in t.split(",")], default=list(HIDDEN))
     parser.add_argument("--families", type=lambda t: t.split(","), default=["cuda", "triton"])
@@ -257,7 +288,7 @@ def main() -> None:
         if arguments.search:
             result = search(arguments.tokens, arguments.hidden)
         else:
-            result = table(arguments.tokens, arguments.hidden, arguments.families)
+            result = table(arguments.operator, arguments.tokens, arguments.hidden, arguments.families)
     path = arguments.json or (Path(os.environ["OUT"]) / "mhc.json" if "OUT" in os.environ else None)
     if path is not None:
         from model import environment  # beside this script

@@ -122,8 +122,13 @@ __device__ void collapse(const Arguments& a, i64 first, int count, int* counter,
 #pragma unroll
             for (int c = 0; c < CHUNKS; c++)
 #pragma unroll
-                for (int k = 0; k < N; k++)
-                    streams[t][c][k] = chunk_of<true>(source, (first + t) * N + k, (c * THREADS + threadIdx.x) * 8, t < count);
+                for (int k = 0; k < N; k++) {
+                    const int column = (c * THREADS + threadIdx.x) * 8;
+                    const i64 row = (first + t) * N + k;
+                    if constexpr (STREAMING)
+                        streams[t][c][k] = t < count && column < HIDDEN ? load_last<NEW, 8>(source + row * HIDDEN + column) : zeros<NEW, 8>();
+                    else streams[t][c][k] = chunk_of<true>(source, row, column, t < count);
+                }
     float sums[TOKENS][N + 1];
     add_up_pre(a, first, count, scratch, sums);
     if (threadIdx.x == THREADS - 1) leave(counter, index, parties);
@@ -163,7 +168,11 @@ __device__ void collapse(const Arguments& a, i64 first, int count, int* counter,
             }
             Pack<OUT, 8> result;
             pack_into(row[c], result);
-            if (column < HIDDEN) store(a.layer_input + (first + t) * HIDDEN + column, result);
+            if (column < HIDDEN) {
+                OUT* to = a.layer_input + (first + t) * HIDDEN + column;
+                if constexpr (STREAMING) store_last(to, result);
+                else store(to, result);
+            }
         }
     }
 }

@@ -66,6 +66,7 @@ class Variant:
             "STAGES": plan.stages,
             "TOKENS": plan.tokens,
             "COMBINED": int(plan.combined),
+            "STREAMING": int(plan.streaming),
             "DENORMAL": int(self.denormal),
             "POST_ALONE": int(self.entry == "mhc_post"),
         }

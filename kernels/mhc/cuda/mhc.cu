@@ -13,6 +13,7 @@
 //   LAG        tiles between the producers and the consumers that start together
 //   STAGES     steps whose streams a producer has in shared memory; with ALL
 //   POST_ALONE 1: the kernel mhc_post and not mhc
+//   STREAMING  1: rows are read for the last time, and `layer_input` is written, as what leaves the caches first
 //   TOKENS     tokens of a collapsing block         COMBINED  1: every block produces, then consumes; LAG is 1 or more
 //   BLOCKS     that are to fit on a multiprocessor   DENORMAL  1: sums of Sinkhorn may be denormal, so divide
 

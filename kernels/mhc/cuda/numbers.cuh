@@ -47,6 +47,27 @@ __device__ __forceinline__ Pack<T, V> load(const T* from) {
     return pack;
 }
 
+// For what is used for the last time: it leaves the caches first.
+template <class T, int V>
+__device__ __forceinline__ Pack<T, V> load_last(const T* from) {
+    Pack<T, V> pack;
+#pragma unroll
+    for (int i = 0; i < int(sizeof(T)) * V / 4; i += 4)
+        asm volatile("ld.global.cs.v4.u32 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(pack.words[i]), "=r"(pack.words[i + 1]), "=r"(pack.words[i + 2]), "=r"(pack.words[i + 3])
+                     : "l"(reinterpret_cast<const u32*>(from) + i) : "memory");
+    return pack;
+}
+
+template <class T, int V>
+__device__ __forceinline__ void store_last(T* to, const Pack<T, V>& pack) {
+#pragma unroll
+    for (int i = 0; i < int(sizeof(T)) * V / 4; i += 4)
+        asm volatile("st.global.cs.v4.u32 [%0], {%1,%2,%3,%4};"
+                     :: "l"(reinterpret_cast<u32*>(to) + i), "r"(pack.words[i]), "r"(pack.words[i + 1]),
+                        "r"(pack.words[i + 2]), "r"(pack.words[i + 3]) : "memory");
+}
+
 template <class T, int V>
 __device__ __forceinline__ void store(T* to, const Pack<T, V>& pack) {
     constexpr int words = sizeof(T) * V / 4;

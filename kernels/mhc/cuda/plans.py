@@ -20,7 +20,7 @@ class Plan:
     collapsing block mixes its token's streams itself. lag: tiles between the producers and the consumers that start
     together. blocks: that are to fit on a multiprocessor. stages: steps whose streams a producer has in shared memory.
     tokens: of a collapsing block. combined: every block is a producer and then a consumer, of a tile `lag` (1 or more)
-    before its own.
+    before its own. streaming: what a collapsing block reads and writes leaves the caches first.
     """
 
     groups: int
@@ -34,6 +34,7 @@ class Plan:
     stages: int = 2
     tokens: int = 1
     combined: bool = False
+    streaming: bool = False
 
     @property
     def tile(self) -> int:

@@ -1,0 +1,153 @@
+"""Every mHC kernel for a GPU under compute-sanitizer, at small sizes.
+
+    python -m tests.sanitizer                # from the root of the checkout; exit status 1 when anything is found
+    python -m tests.sanitizer --tools memcheck
+
+For each stream count, hidden size and dtype a process of its own calls each operator of each family at several token
+counts, deterministic or not, and `post_pre` of the CUDA family with each of its plans. They run side by side: first
+without a tool, which compiles everything, then under each of these:
+
+- memcheck: accesses out of bounds or misaligned. Torch's allocator is switched off, because it gives out parts of large
+  blocks, in which a neighbour's memory is in bounds. (The counters of the CUDA family stay in the large block that the
+  package allocates: their bounds are not checked.)
+- racecheck: shared memory. It knows nothing of the counters through which blocks wait for each other.
+- initcheck: reads of device memory that nothing has written. What these kernels read was copied from the CPU (the
+  inputs), cleared by the driver (the counters) or written by themselves (the workspace, a new residual).
+
+Each result is compared with the oracle: a kernel that has not run is not a kernel without faults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dsv4_compile.kernels.mhc import cuda, families
+from tests.kernels.test_mhc import Case, distance, make, oracle_post, oracle_pre
+from tests.kernels.test_mhc_gpu import OPERATORS, arguments_of, first_rows
+
+TOOLS = ("memcheck", "racecheck", "initcheck")
+FAMILIES = ("cuda", "triton", "tilelang")
+NEEDED = ("cuda", "triton")
+TOKENS = (1, 3, 17, 40, 70)
+SIZES = tuple(itertools.product((2, 4), (64, 1000), ("bfloat16", "float32")))  # streams, hidden, dtype
+NEAR = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
+FOUND = 99
+SECONDS = 240  # of a process at most
+# Torch asks the driver for things that are not there, which is no error of a kernel. The padding keeps allocations from
+# touching each other.
+OPTIONS = ("--error-exitcode", str(FOUND), "--report-api-errors", "no", "--print-limit", "5")
+OF_TOOL = {"memcheck": ("--padding", "32")}
+
+
+def on_the_device(case: Case) -> Case:
+    return case.map(lambda tensor: tensor.cuda())
+
+
+def calls(most: Case, family: str) -> Iterator[tuple[str, Case, tuple[Tensor, ...]]]:
+    """What is called, with what, and what came out."""
+    module, hidden = importlib.import_module(f"dsv4_compile.kernels.mhc.{family}"), most.residual.shape[-1]
+    # The CUDA family's other plans begin at more tokens; narrow rows make them cheap.
+    more = [int(limit) + 1 for limit, _ in cuda.PLANS[:-1] if limit > max(TOKENS)] if hidden < 1000 else []
+    for tokens, operator, deterministic in itertools.product((*TOKENS, *more), OPERATORS, (False, True)):
+        case = Case(*first_rows(most, tokens))
+        if not hasattr(module, operator) or (operator == "mhc_post" and deterministic):
+            continue
+        arguments = arguments_of(operator, on_the_device(case))
+        got = getattr(torch.ops.dsv4, operator)(*arguments, family, deterministic)
+        yield operator, case, (got,) if isinstance(got, Tensor) else tuple(got)
+    if family == "cuda":
+        for tokens, (_, plan) in itertools.product(TOKENS, cuda.PLANS):
+            case = Case(*first_rows(most, tokens))
+            yield "mhc_post_pre", case, cuda.mhc_post_pre(*on_the_device(case), plan=plan)
+
+
+def oracle_of(operator: str, case: Case) -> tuple[Tensor, ...]:
+    streams = (oracle_post(case),) if operator in ("mhc_post_pre", "mhc_post") else ()
+    if operator == "mhc_post":
+        return streams
+    wanted = oracle_pre(replace(case, residual=streams[0]) if streams else case)
+    return streams + (wanted[:1] if operator == "mhc_head" else wanted)
+
+
+def run(n: int, hidden: int, dtype: torch.dtype) -> None:
+    """In this process."""
+    most = make((1 + max(int(limit) for limit, _ in cuda.PLANS[:-1]),), hidden, n, dtype=dtype, iters=3)
+    for family in FAMILIES:
+        chosen = families.resolve(family, torch.device("cuda:0"), n, hidden, dtype)
+        if chosen != (family, None):
+            assert family not in NEEDED, chosen
+            print(f"left out: {chosen[1]}")
+            continue
+        count = 0
+        for operator, case, got in calls(most, family):
+            distances = [distance(g.cpu(), w) for g, w in zip(got, oracle_of(operator, case), strict=True)]
+            assert max(distances) <= NEAR[dtype], (family, operator, case.x.shape, distances)
+            count += 1
+        assert families.resolve(family, torch.device("cuda:0"), n, hidden, dtype) == chosen
+        print(f"{family}: {count} calls")
+
+
+def under(tool: str | None, size: tuple[int, int, str]) -> tuple[int, str]:
+    """Exit status and output of the process for `size`, under `tool` or under none."""
+    command = [sys.executable, "-m", "tests.sanitizer", "--only", ",".join(map(str, size))]
+    if tool is not None:
+        command = ["compute-sanitizer", "--tool", tool, *OPTIONS, *OF_TOOL.get(tool, ()), *command]
+    process = subprocess.Popen(
+        command,
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "2"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        text, _ = process.communicate(timeout=SECONDS)
+        return process.returncode, text
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # the tool and what it runs
+        return FOUND, f"{process.communicate()[0]}\nnot done in {SECONDS} seconds: does a block wait for ever?"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tools", type=lambda text: text.split(","), default=list(TOOLS))
+    parser.add_argument("--only", help="streams,hidden,dtype: the calls themselves, in this process")
+    arguments = parser.parse_args()
+    if arguments.only:
+        n, hidden, dtype = arguments.only.split(",")
+        run(int(n), int(hidden), getattr(torch, dtype))
+        return 0
+    if shutil.which("compute-sanitizer") is None:
+        print("There is no compute-sanitizer on PATH; it comes with the CUDA toolkit.")
+        return 1
+    failed = False
+    with ThreadPoolExecutor(min(len(SIZES), os.cpu_count() or 1)) as pool:
+        for tool in (None, *arguments.tools):
+            results = pool.map(lambda size, tool=tool: under(tool, size), SIZES)
+            for size, (status, text) in zip(SIZES, results, strict=True):
+                print(f"{tool or 'no tool'}, {size}: {'fine' if status == 0 else f'exit status {status}'}", flush=True)
+                if status:
+                    failed = True
+                    print(text[-6000:], flush=True)
+            if failed and tool is None:
+                break
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
