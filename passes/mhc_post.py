@@ -224,10 +224,11 @@ def _match(candidate: _Candidate, order: dict[Node, int]) -> PostMatch | None:
 
 def _mixing(region: Region, out: Carriers, *weights: Node) -> torch.dtype | None:
     """The one dtype of 16 bits in which all of `weights` reach every product that `out` is made of, or None."""
-    needed, pending = set(), out.nodes(region)
+    needed: set[Node] = set()
+    pending = out.nodes(region)
     while pending:
         node = pending.pop()
-        if node in region.index and node not in needed:
+        if node in region.index and node not in region.seeds and node not in needed:
             needed.add(node)
             pending += node.all_input_nodes
     dtypes = {dtype for weight in weights for dtype in _arrivals(weight, needed)}
