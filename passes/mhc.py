@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch.fx import Graph, Node
 
-from dsv4_compile.kernels.mhc import families
+from dsv4_compile.kernels.mhc import families, reference
 from dsv4_compile.passes import mhc_head, mhc_post, mhc_pre
 from dsv4_compile.passes.classes import Carriers, leaving, precision, same_shape
 from dsv4_compile.passes.emission import call, cast, item, reshape_rows, transpose
@@ -133,8 +133,6 @@ class _Rewrite:
         collapses: Sequence[PreMatch | HeadMatch],
     ):
         self.graph, self.order, self.kernel, self.deterministic = graph, order, kernel, deterministic
-        # The operators' last arguments; a default is not written.
-        self._how = (kernel, True) if deterministic else (kernel,)
         # Decided on the graph as it came: later readers are the rewrite's own.
         self._normed = {id(match) for match in collapses if _norm_is_fused(match)}
         self.done: list[MhcSite] = []
@@ -171,10 +169,16 @@ class _Rewrite:
             fn, scale, base = self._weights_of(match, weight, first)
             proof = match.proof
             numbers = (proof.rms_eps, proof.pre_eps, proof.norm_eps)
-            arguments = (residual, fn, scale, base, weight, *numbers, precision(match.region, outputs), *self._how)
+            arguments = (residual, fn, scale, base, weight, *numbers, precision(match.region, outputs), *self._how())
             made = call(self.graph, torch.ops.dsv4.mhc_head.default, arguments, like=first)
         self._replace(match.region, outputs, made)
         self.done.append(self._head_site(match, family))
+
+    def _how(self, mixing: torch.dtype | None = None) -> tuple[Any, ...]:
+        """The operators' last arguments; defaults at their end are not written."""
+        if mixing is not None:
+            return (self.kernel, self.deterministic, mixing)
+        return (self.kernel, True) if self.deterministic else (self.kernel,)
 
     def _head_site(self, match: HeadMatch, kernel: str) -> MhcSite:
         proof, fused = match.proof, id(match) in self._normed
@@ -213,23 +217,26 @@ class _Rewrite:
         return family
 
     def _site(self, post: PostMatch | None, pre: PreMatch | None, family: str) -> MhcSite:
+        mixing = None
+        if post is not None:
+            dtype = post.mixing or reference.compute_dtype(value(post.residual).dtype)
+            mixing = str(dtype).removeprefix("torch.")
         if pre is None:
             assert post is not None
             where = module_path(post.out.nodes(post.region)[0])
-            return MhcSite(where, "post", False, family, post.n, post.hidden)
+            return MhcSite(where, "post", False, family, post.n, post.hidden, mixing=mixing)
         c, fused = pre.constants, id(pre) in self._normed
         eps = {"rms": c.rms_eps, "pre": c.pre_eps, "sinkhorn": c.sinkhorn_eps} | ({"norm": c.norm_eps} if fused else {})
         form: Literal["pre", "post_pre"] = "pre" if post is None else "post_pre"
-        return MhcSite(pre.site, form, fused, family, pre.n, pre.hidden, c.iters, eps)
+        return MhcSite(pre.site, form, fused, family, pre.n, pre.hidden, c.iters, eps, mixing)
 
     def _pre(self, pre: PreMatch) -> None:
         first = self._first(pre.region, pre.post, pre.comb, pre.collapsed)
         with self.graph.inserting_before(first):
             residual = self._streams(pre)
             arguments, out_dtype = self._parameters(pre, first)
-            made = call(
-                self.graph, torch.ops.dsv4.mhc_pre.default, (residual, *arguments, out_dtype, *self._how), like=first
-            )
+            arguments = (residual, *arguments, out_dtype, *self._how())
+            made = call(self.graph, torch.ops.dsv4.mhc_pre.default, arguments, like=first)
             x, post, comb = (item(self.graph, made, i) for i in range(3))
         self._put(pre, x, post, comb)
 
@@ -239,12 +246,14 @@ class _Rewrite:
         with self.graph.inserting_before(first):
             inputs = self._post_inputs(match)
             if pre is None:
-                made = call(self.graph, torch.ops.dsv4.mhc_post.default, (*inputs, dtype, *self._how), like=first)
+                target = torch.ops.dsv4.mhc_post.default
+                made = call(self.graph, target, (*inputs, dtype, *self._how(match.mixing)), like=first)
                 residual = made
             else:
                 arguments, out_dtype = self._parameters(pre, first)
                 target = torch.ops.dsv4.mhc_post_pre.default
-                made = call(self.graph, target, (*inputs, *arguments, dtype, out_dtype, *self._how), like=first)
+                arguments = (*inputs, *arguments, dtype, out_dtype, *self._how(match.mixing))
+                made = call(self.graph, target, arguments, like=first)
                 residual, x, post, comb = (item(self.graph, made, i) for i in range(4))
         self._replace(match.region, match.out, residual)
         if pre is not None:

@@ -6,12 +6,17 @@ Anchor: a matrix `comb` `[.., n, n]` that meets `n*D` features, in a product or 
 that follows names the other operands. The region between them is run in float64 on random inputs against the formula,
 with `comb` as it is and transposed. It does not matter where `post` and `comb` come from: a proved `hc_pre`, a
 near miss that was left alone, or (behind a graph break) a graph input.
+
+Float64 does not see roundings, so whether the author rounds `post` and `comb` before the mix is read off the dtypes of
+the nodes between them and their products. Both have to be rounded to the same dtype. If only one is, the operator
+rounds neither: that is nearer to the formula than what the author wrote.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -36,24 +41,28 @@ from dsv4_compile.passes.region import (
     is_floating,
     packet,
     shape,
+    value,
 )
 
 __all__ = ["PostMatch", "find"]
 
 _PASSIVE = VIEW | CAST | LAYOUT
 _MOVES = VIEW | {aten.permute, aten.transpose, aten.t, aten.clone, aten.expand}
+_ROUNDED = (torch.bfloat16, torch.float16)
 _DRAWS = 2
 
 
 @dataclass(frozen=True)
 class PostMatch(OnStreams):
-    """One proved `hc_post`. `transposed` = the author sums over the second index of `comb`."""
+    """One proved `hc_post`. `transposed` = the author sums over the second index of `comb`. `mixing` = the dtype of 16
+    bits that the author rounds `post` and `comb` to, or None."""
 
     x: Node
     residual: Node
     post: Node
     comb: Node
     transposed: bool
+    mixing: torch.dtype | None
     n: int
     hidden: int
     region: Region
@@ -209,7 +218,40 @@ def _match(candidate: _Candidate, order: dict[Node, int]) -> PostMatch | None:
     if is_wider(region, candidate.residual, out):
         return None
     hidden = int((shape(candidate.x) or (0,))[-1])
-    return PostMatch(*roles, transposed, n, hidden, region, out)
+    mixing = _mixing(region, out, candidate.post, candidate.comb)
+    return PostMatch(*roles, transposed, mixing, n, hidden, region, out)
+
+
+def _mixing(region: Region, out: Carriers, *weights: Node) -> torch.dtype | None:
+    """The one dtype of 16 bits in which all of `weights` reach every product that `out` is made of, or None."""
+    needed: set[Node] = set()
+    pending = out.nodes(region)
+    while pending:
+        node = pending.pop()
+        if node in region.index and node not in region.seeds and node not in needed:
+            needed.add(node)
+            pending += node.all_input_nodes
+    dtypes = {dtype for weight in weights for dtype in _arrivals(weight, needed)}
+    dtype = dtypes.pop() if len(dtypes) == 1 else None
+    return dtype if dtype in _ROUNDED else None
+
+
+def _arrivals(weight: Node, needed: set[Node]) -> set[torch.dtype]:
+    """The narrowest dtype on each way from `weight`, moved and cast, to the arithmetic among the nodes `needed`."""
+    found, seen = set(), set()
+    pending = [(weight, value(weight).dtype)]
+    while pending:
+        node, dtype = pending.pop()
+        if (node, dtype) in seen:
+            continue
+        seen.add((node, dtype))
+        for user in needed.intersection(node.users):
+            if packet(user) in _PASSIVE or packet(user) is operator.getitem:
+                own = value(user).dtype if is_floating(user) else dtype
+                pending.append((user, min(dtype, own, key=lambda d: torch.finfo(d).bits)))
+            else:
+                found.add(dtype)
+    return found
 
 
 @functools.lru_cache(maxsize=1024)

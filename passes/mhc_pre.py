@@ -2,7 +2,8 @@
 
 Anchor: a leaf `fn` of shape `[(2+n)*n, n*D]` (or its transpose) in a product with an activation of `n*D` features.
 From there the residual is looked for upwards, the region grown downwards, and the region given to `mhc_proof`, which
-decides. The nearest residual with which the region is `hc_pre` is the one.
+decides. The nearest residual with which the region is `hc_pre` is the one. It makes no difference whether the author
+divides the row by its RMS before the product (transformers) or the logits after it (DeepSeek).
 """
 
 from __future__ import annotations

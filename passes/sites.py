@@ -35,7 +35,9 @@ class ProjectionGroup:
 
 @dataclass(frozen=True)
 class MhcSite:
-    """One piece of mHC arithmetic. `kernel` is the family that runs it; "inductor" where it was left as it is."""
+    """One piece of mHC arithmetic. `kernel` is the family that runs it; "inductor" where it was left as it is.
+    `mixing` is the dtype that `post` and `comb` are rounded to before they are multiplied: "float32" (or "float64" of a
+    float64 residual) where they are not; None without `hc_post`."""
 
     site: str
     form: Literal["pre", "post", "post_pre", "head"]
@@ -45,6 +47,7 @@ class MhcSite:
     hidden: int
     iters: int | None = None
     eps: Mapping[str, float] = field(default_factory=dict)
+    mixing: str | None = None
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,17 @@ def test_every_hyper_connection_is_replaced(reported):
     assert [s.norm_fused for s in graph.mhc] == [True] * 6 + [False, True]
     assert [s.iters for s in graph.mhc] == [4] * 6 + [None, None]
     assert {(s.streams, s.hidden) for s in graph.mhc} == {(4, 32)}
+    assert [s.mixing for s in graph.mhc] == [None, *["float32"] * 6, None]
     assert all(s.eps == pytest.approx(dict.fromkeys(("rms", "pre", "sinkhorn", "norm"), 1e-6)) for s in graph.mhc[:-2])
+    assert graph.missed == []
+
+
+def test_a_bfloat16_model_rounds_post_and_comb_and_so_do_the_operators():
+    model, ids = deepseek((SLIDING,), dtype=torch.bfloat16), tokens(9)
+    logits(compiled(model), ids)
+    (graph,) = dsv4_compile.report().graphs
+    assert [s.form for s in graph.mhc] == ["pre", "post_pre", "post", "head"]
+    assert [s.mixing for s in graph.mhc] == [None, "bfloat16", "bfloat16", None]
     assert graph.missed == []
 
 

@@ -38,7 +38,7 @@ PARALLEL_ELEMENTS = 512 * 1024
 # Inductor turns these off for its own kernels, whose numbers follow eager mode bit by bit.
 COMPILER_FLAGS = ("-ffp-contract=fast",)
 # `struct Call` of mhc.cpp.
-CALL = struct.Struct("=12q 4q 4q 5d")
+CALL = struct.Struct("=12q 5q 4q 5d")
 
 _compiling = threading.Lock()
 
@@ -115,20 +115,21 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _call(
     residual: Tensor,
-    post: tuple[Tensor, Tensor, Tensor, Tensor] | None,
+    post: tuple[Tensor, Tensor, Tensor, Tensor, torch.dtype] | None,
     pre: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor] | None,
     iters: int = 0,
     constants: tuple[float, float, float, float, float] = (0.0, 0.0, 0.0, 0.0, 0.0),
 ) -> None:
     """Fill the outputs of one call; every tensor is contiguous and in a dtype the library reads.
 
-    `post`: x, post, comb, new_residual. `pre`: fn, scale, base, norm_weight, layer_input, post, comb.
+    `post`: x, post, comb, new_residual and what post and comb are rounded to. `pre`: fn, scale, base, norm_weight,
+    layer_input, post, comb.
     """
     n, hidden = residual.shape[-2:]
     tokens = residual.numel() // (n * hidden)
     if tokens == 0:
         return
-    x, old_post, old_comb, new_residual = post or (None,) * 4
+    x, old_post, old_comb, new_residual, mixing = post or (None, None, None, None, torch.float32)
     fn, scale, base, norm_weight, layer_input, new_post, new_comb = pre or (None,) * 7
     addresses = [
         0 if tensor is None else tensor.data_ptr()
@@ -148,6 +149,7 @@ def _call(
         )
     ]
     dtypes = [0 if tensor is None else NATIVE[tensor.dtype] for tensor in (x, residual, new_residual, layer_input)]
+    dtypes.append(NATIVE[mixing])
     threads = torch.get_num_threads() if residual.numel() >= PARALLEL_ELEMENTS else 1
     _compiled(n)(CALL.pack(*addresses, *dtypes, tokens, hidden, iters, threads, *constants))
 
@@ -183,11 +185,28 @@ def mhc_pre(
     return _cast(layer_input, out_dtype), post, comb
 
 
-def mhc_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, residual_dtype: torch.dtype) -> Tensor:
+def _mixing(
+    x: Tensor, post: Tensor, comb: Tensor, new_residual: Tensor, dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, torch.dtype]:
+    """The argument `post` of `_call`."""
+    if dtype is torch.float16:  # the library cannot round to it
+        post, comb = post.to(dtype), comb.to(dtype)
+    rounded = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
+    return _streams(x), _dense(post), _dense(comb), new_residual, rounded
+
+
+def mhc_post(
+    x: Tensor,
+    residual: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    residual_dtype: torch.dtype,
+    mixing_dtype: torch.dtype | None = None,
+) -> Tensor:
     """`reference.mhc_post`; output contiguous."""
     residual = _streams(residual)
     new_residual = _empty(tuple(residual.shape), residual_dtype)
-    _call(residual, (_streams(x), _dense(post), _dense(comb), new_residual), None)
+    _call(residual, _mixing(x, post, comb, new_residual, mixing_dtype), None)
     return _cast(new_residual, residual_dtype)
 
 
@@ -208,12 +227,13 @@ def mhc_post_pre(
     norm_eps: float,
     residual_dtype: torch.dtype,
     out_dtype: torch.dtype,
+    mixing_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`reference.mhc_post_pre`; outputs contiguous."""
     constants = (rms_eps, pre_eps, sinkhorn_eps, post_mult, norm_eps)
     if residual_dtype not in NATIVE:
         # `pre` must see the residual as rounded, and the library cannot round to this dtype.
-        new_residual = mhc_post(x, residual, post, comb, residual_dtype)
+        new_residual = mhc_post(x, residual, post, comb, residual_dtype, mixing_dtype)
         return new_residual, *mhc_pre(new_residual, fn, scale, base, norm_weight, iters, *constants, out_dtype)
     residual = _streams(residual)
     *lead, n, hidden = residual.shape
@@ -224,7 +244,7 @@ def mhc_post_pre(
     weight = None if norm_weight is None else _dense(norm_weight)
     _call(
         residual,
-        (_streams(x), _dense(post), _dense(comb), new_residual),
+        _mixing(x, post, comb, new_residual, mixing_dtype),
         (_dense(fn), _dense(scale), _dense(base), weight, layer_input, new_post, new_comb),
         iters,
         constants,

@@ -25,16 +25,16 @@ def kernel(
 ) -> Callable[..., Any]:
     """The kernel to register for `operator` under "Autograd", with its keyset.
 
-    `implementation` is what the device's key runs. `reference` is a differentiable function of the operator's arguments
-    up to the first string; tensors come first among them, None standing for an absent one.
+    `implementation` is what the device's key runs. `reference` is a differentiable function of the operator's
+    arguments; tensors come first among them, None standing for an absent one.
     """
 
     class Recompute(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, keyset: DispatchKeySet, *arguments: Any) -> Any:
-            tensors = [value for value in arguments if value is None or isinstance(value, Tensor)]
+            tensors = list(itertools.takewhile(lambda v: v is None or isinstance(v, Tensor), arguments))
             ctx.save_for_backward(*tensors)
-            ctx.constants = tuple(itertools.takewhile(lambda v: not isinstance(v, str), arguments[len(tensors) :]))
+            ctx.constants = arguments[len(tensors) :]
             ctx.set_materialize_grads(False)
             with torch._C._AutoDispatchBelowAutograd():
                 return operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)

@@ -58,6 +58,7 @@ struct Call {
     float* post_out;
     float* comb_out;
     int64_t x_dtype, residual_dtype, new_residual_dtype, layer_input_dtype;
+    int64_t mixing_dtype;  // that `post` and `comb` are rounded to before they are multiplied
     int64_t tokens, hidden, iters, threads;
     double rms_eps, pre_eps, sinkhorn_eps, post_mult, norm_eps;
 
@@ -120,6 +121,14 @@ inline floats write(void* target, int64_t dtype, int64_t offset, int64_t count, 
     return value;
 }
 
+// `count` weights of `post`, as they are multiplied: rounded to `dtype`.
+inline void read_weights(const float* source, int64_t dtype, int64_t count, float* weights) {
+    for (int64_t i = 0; i < count; i += LANES) {
+        const floats value = read_lanes<floats>(source + i, count - i);
+        write_lanes(weights + i, count - i, dtype == BFLOAT16 ? widen(narrow(value)) : value);
+    }
+}
+
 inline float sum(floats value) {
     quad parts[LANES / 4];
     std::memcpy(parts, &value, sizeof(value));
@@ -162,6 +171,11 @@ typedef float Rows[n][SLICE];  // the streams of one token in one slice, padded 
 // unless that is null. Returns the sum of squares.
 float mix_streams(const Call& call, int64_t token, int64_t begin, int64_t width, Rows* rows) {
     const int64_t first = token * n * call.hidden + begin;
+    float post[n], comb[n * n];
+    if (call.x) {
+        read_weights(call.post + token * n, call.mixing_dtype, n, post);
+        read_weights(call.comb + token * n * n, call.mixing_dtype, n * n, comb);
+    }
     floats squares = {};
     for (int64_t d = 0; d < width; d += LANES) {
         const int64_t count = width - d;
@@ -169,8 +183,6 @@ float mix_streams(const Call& call, int64_t token, int64_t begin, int64_t width,
         for (int j = 0; j < n; j++)
             old[j] = read(call.residual, call.residual_dtype, first + j * call.hidden + d, count);
         if (call.x) {
-            const float* post = call.post + token * n;
-            const float* comb = call.comb + token * n * n;
             const floats x = read(call.x, call.x_dtype, token * call.hidden + begin + d, count);
             for (int k = 0; k < n; k++) {
                 floats mixed = post[k] * x;

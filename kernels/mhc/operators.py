@@ -1,19 +1,21 @@
 """The operators `dsv4::mhc_pre`, `mhc_post`, `mhc_post_pre` and `mhc_head`, registered at import.
 
 They are functional: all outputs are fresh, contiguous tensors. Arguments, shapes and formulas are those of the
-functions of the same name in `reference.py`, with two more arguments at the end: `kernel`, the wished family
-(`families.WISHES`), and `deterministic`: a row's result depends on no other row, bit for bit (but in the family
-`reference`, whose matrix product promises nothing). `post` and `comb` come out in float64 when the residual they are
-computed from is float64, otherwise in float32. Gradients are those of the reference, recomputed from the inputs.
+functions of the same name in `reference.py`, with two more arguments behind what those cannot do without: `kernel`,
+the wished family (`families.WISHES`), and `deterministic`: a row's result depends on no other row, bit for bit (but in
+the family `reference`, whose matrix product promises nothing). `mixing_dtype` comes last. `post` and `comb` come out in
+float64 when the residual they are computed from is float64, otherwise in float32. Gradients are those of the reference,
+recomputed from the inputs.
 
-Wrong shapes or devices raise ValueError; a family that cannot serve a call does not raise, see `families.py`.
+Wrong shapes, devices or mixing dtypes raise ValueError; a family that cannot serve a call does not raise, see
+`families.py`.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,13 +33,14 @@ SCHEMAS = {
     ) -> (Tensor layer_input, Tensor post, Tensor comb)""",
     "mhc_post": """(
         Tensor x, Tensor residual, Tensor post, Tensor comb,
-        ScalarType residual_dtype, str kernel, bool deterministic=False
+        ScalarType residual_dtype, str kernel, bool deterministic=False, ScalarType? mixing_dtype=None
     ) -> Tensor""",
     "mhc_post_pre": """(
         Tensor x, Tensor residual, Tensor post, Tensor comb,
         Tensor fn, Tensor scale, Tensor base, Tensor? norm_weight,
         int iters, float rms_eps, float pre_eps, float sinkhorn_eps, float post_mult, float norm_eps,
-        ScalarType residual_dtype, ScalarType out_dtype, str kernel, bool deterministic=False
+        ScalarType residual_dtype, ScalarType out_dtype, str kernel, bool deterministic=False,
+        ScalarType? mixing_dtype=None
     ) -> (Tensor new_residual, Tensor layer_input, Tensor post, Tensor comb)""",
     "mhc_head": """(
         Tensor residual, Tensor fn, Tensor scale, Tensor base, Tensor? norm_weight,
@@ -45,6 +48,7 @@ SCHEMAS = {
     ) -> Tensor""",
 }
 NAMES = tuple(SCHEMAS)
+MIXING_DTYPES = (None, torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 Expected = tuple[str, Tensor | None, tuple[int, ...]]
@@ -100,6 +104,11 @@ def _require_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> No
     _require(residual, ("x", x, (*lead, hidden)), ("post", post, (*lead, n)), ("comb", comb, (*lead, n, n)))
 
 
+def _require_mixing(dtype: torch.dtype | None) -> None:
+    if dtype not in MIXING_DTYPES:
+        raise ValueError(f"mhc: mixing_dtype is {dtype}; it must be None or a float dtype of 16, 32 or 64 bits.")
+
+
 def _check_pre(residual: Tensor, *arguments: Any) -> None:
     _require_pre(residual, *arguments[:4])
 
@@ -110,30 +119,50 @@ def _check_head(residual: Tensor, *arguments: Any) -> None:
 
 def _check_post(x: Tensor, residual: Tensor, *arguments: Any) -> None:
     _require_post(x, residual, *arguments[:2])
+    _require_mixing(split(arguments).mixing_dtype)
 
 
 def _check_post_pre(x: Tensor, residual: Tensor, *arguments: Any) -> None:
     _require_post(x, residual, *arguments[:2])
+    _require_mixing(split(arguments).mixing_dtype)
     _require_pre(residual, *arguments[2:6])
 
 
 def _run(operator: str, *arguments: Any) -> Any:
     """The operator without its checks: for compiled code, whose shapes have been checked when it was traced."""
-    numbers, kernel, deterministic = split(arguments)
+    call = split(arguments)
     residual = arguments[1 if operator in ("mhc_post", "mhc_post_pre") else 0]
-    wide = any(value is torch.float64 for value in numbers[-2:])  # the dtypes of the outputs
-    return families.run(operator, kernel, residual, numbers, wide, deterministic)
+    wide = any(value is torch.float64 for value in call.required[-2:])  # the dtypes of the outputs
+    return families.run(operator, call.kernel, residual, call.of_function, wide, call.deterministic)
 
 
-def split(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], str, bool]:
-    """The arguments of the function, the wished family and `deterministic`, which is not passed when it is False."""
-    if isinstance(arguments[-1], str):
-        return arguments[:-1], arguments[-1], False
-    return arguments[:-2], arguments[-2], arguments[-1]
+def _reference(operator: str, *arguments: Any) -> Any:
+    return getattr(reference, operator)(*split(arguments).of_function)
+
+
+class Call(NamedTuple):
+    """The arguments of an operator, taken apart."""
+
+    required: tuple[Any, ...]  # those of the function in `reference.py` that have no default
+    kernel: str
+    deterministic: bool = False
+    mixing_dtype: torch.dtype | None = None
+
+    @property
+    def of_function(self) -> tuple[Any, ...]:
+        return self.required if self.mixing_dtype is None else (*self.required, self.mixing_dtype)
+
+
+def split(arguments: tuple[Any, ...]) -> Call:
+    """`arguments` at the only string among them; behind it defaults are left out by whoever calls."""
+    at = len(arguments) - 1
+    while not isinstance(arguments[at], str):
+        at -= 1
+    return Call(arguments[:at], *arguments[at:])
 
 
 def _empty_pre(residual: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    (*_, out_dtype), _, _ = split(arguments)
+    *_, out_dtype = split(arguments).required
     *lead, n, hidden = residual.shape
     compute = reference.compute_dtype(residual.dtype)
     return (
@@ -144,14 +173,15 @@ def _empty_pre(residual: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tenso
 
 
 def _empty_post(x: Tensor, residual: Tensor, *arguments: Any) -> Tensor:
-    (*_, residual_dtype), _, _ = split(arguments)
+    *_, residual_dtype = split(arguments).required
     return residual.new_empty(residual.shape, dtype=residual_dtype)
 
 
 def _empty_post_pre(x: Tensor, residual: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    (*_, residual_dtype, out_dtype), kernel, _ = split(arguments)
-    new_residual = _empty_post(x, residual, residual_dtype, kernel)
-    return (new_residual, *_empty_pre(new_residual, out_dtype, kernel))
+    call = split(arguments)
+    *_, residual_dtype, out_dtype = call.required
+    new_residual = _empty_post(x, residual, residual_dtype, call.kernel)
+    return (new_residual, *_empty_pre(new_residual, out_dtype, call.kernel))
 
 
 def _empty_head(residual: Tensor, *arguments: Any) -> Tensor:
@@ -189,7 +219,8 @@ def _register() -> torch.library.Library:
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
         library.impl(name, implementation, "CompositeExplicitAutograd")
         torch.library.register_fake(f"dsv4::{name}", _checked(check, empty), lib=library)
-        recompute = gradients.kernel(getattr(torch.ops.dsv4, name).default, implementation, getattr(reference, name))
+        again = functools.partial(_reference, name)
+        recompute = gradients.kernel(getattr(torch.ops.dsv4, name).default, implementation, again)
         library.impl(name, recompute, "Autograd", with_keyset=True)
         directly(getattr(torch.ops.dsv4, name).default, direct)
     return library

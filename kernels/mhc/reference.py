@@ -56,7 +56,7 @@ def mhc_pre(
     Arguments: `residual` `[..., n, D]`; `fn` `[M, n * D]`; `scale` `[3]`; `base` `[M]`; `norm_weight` `[D]`, or None
     to leave the collapsed row without RMSNorm; `iters` Sinkhorn iterations; the epsilons of the flattened RMS
     (`rms_eps`), of `pre` (`pre_eps`), of Sinkhorn (`sinkhorn_eps`) and of the RMSNorm (`norm_eps`); `post_mult` the
-    upper end of `post`. Any float dtypes.
+    upper end of `post`. Any float dtypes. Dividing the row by its RMS before the product would be the same.
 
     Returns `(layer_input, post, comb)`: `[..., D]` in `out_dtype`, `[..., n]` and `[..., n, n]` in the compute dtype.
     """
@@ -108,14 +108,26 @@ def _normalised(row: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return row * torch.rsqrt(row.square().mean(dim=-1, keepdim=True) + eps) * weight.to(row.dtype)
 
 
-def mhc_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, residual_dtype: torch.dtype) -> Tensor:
+def mhc_post(
+    x: Tensor,
+    residual: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    residual_dtype: torch.dtype,
+    mixing_dtype: torch.dtype | None = None,
+) -> Tensor:
     """Mix the streams with `comb` and add the sublayer's output to each of them.
 
     `new[k] = post[k] * x + sum_j comb[j, k] * residual[j]`: the sum runs over the first index of `comb`, which is not
     symmetric. `x` `[..., D]`, `residual` `[..., n, D]`, `post` `[..., n]`, `comb` `[..., n, n]`, any float dtypes.
-    Returns `[..., n, D]` in `residual_dtype`.
+
+    `mixing_dtype` is the dtype that `post` and `comb` are rounded to before they are multiplied, or None to take them
+    as they are. The arithmetic has the compute dtype either way. transformers rounds to the residual's dtype, DeepSeek
+    does not round. Returns `[..., n, D]` in `residual_dtype`.
     """
     compute = compute_dtype(residual.dtype)
+    if mixing_dtype is not None:
+        post, comb = post.to(mixing_dtype), comb.to(mixing_dtype)
     added = post.to(compute).unsqueeze(-1) * x.to(compute).unsqueeze(-2)
     mixed = comb.to(compute).transpose(-1, -2) @ residual.to(compute)
     return (added + mixed).to(residual_dtype)
@@ -138,12 +150,13 @@ def mhc_post_pre(
     norm_eps: float,
     residual_dtype: torch.dtype,
     out_dtype: torch.dtype,
+    mixing_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`mhc_post` followed by `mhc_pre` on its result, which is rounded to `residual_dtype` in between.
 
     Returns `(new_residual, layer_input, post, comb)`; see the two functions for the shapes and dtypes.
     """
-    new_residual = mhc_post(x, residual, post, comb, residual_dtype)
+    new_residual = mhc_post(x, residual, post, comb, residual_dtype, mixing_dtype)
     pre = mhc_pre(
         new_residual,
         fn,

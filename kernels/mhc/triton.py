@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from dsv4_compile.kernels.mhc.triton_kernels import finish_kernel, mix_kernel
@@ -39,6 +40,8 @@ __all__ = ["mhc_post", "mhc_post_pre", "mhc_pre", "refusal", "splits"]
 
 STREAMS = range(2, 9)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# What `post` and `comb` can be rounded to; any other dtype to mix in changes no float32 number.
+ROUNDED = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 # One program of `finish_kernel` holds a whole row in registers: 64 values a thread at this width.
 MAX_HIDDEN = 16384
 
@@ -116,9 +119,12 @@ def _device(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
 
 _compiled: dict[tuple[object, ...], Any] = {}
 
+# x, post, comb, the new residual, which is filled, and the dtype that post and comb are rounded to.
+_Mixing = tuple[Tensor, Tensor, Tensor, Tensor, torch.dtype | None]
+
 
 def _launch(
-    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, int], **how: int
+    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any], **how: int
 ) -> None:
     """`kernel[grid](*arguments, **constants)`; from the second call of its kind on without Triton's binder.
 
@@ -140,19 +146,19 @@ def _launch(
 
 def _mix(
     residual: Tensor,
-    post: tuple[Tensor, Tensor, Tensor, Tensor] | None,
+    post: _Mixing | None,
     fn: Tensor | None,
     tokens: int,
     deterministic: bool = False,
 ) -> Tensor | None:
-    """Launch `mix_kernel`; returns the partials when there is `fn`. `post`: x, post, comb, new_residual (filled)."""
+    """Launch `mix_kernel`; returns the partials when there is `fn`."""
     n, hidden = residual.shape[-2:]
     logits = (2 + n) * n
     plan = _plan(DETERMINISTIC if deterministic else tokens, n, hidden)
     partials = None
     if fn is not None:
         partials = torch.empty((plan.splits, tokens, logits + 1), dtype=torch.float32, device=residual.device)
-    x, weights, matrix, new_residual = post or (None,) * 4
+    x, weights, matrix, new_residual, mixing_dtype = post or (None,) * 5
     constants = {
         "HIDDEN": hidden,
         "N": n,
@@ -162,6 +168,7 @@ def _mix(
         "GROUP": GROUP,
         "HAS_POST": post is not None,
         "HAS_PRE": fn is not None,
+        "MIXING": tl.float32 if mixing_dtype is None else ROUNDED.get(mixing_dtype, tl.float32),
     }
     grid = (triton.cdiv(tokens, GROUP), plan.splits, 1)
     arguments = (x, residual, weights, matrix, fn, new_residual, partials, tokens)
@@ -202,7 +209,7 @@ def _finish(
 
 def _run(
     residual: Tensor,
-    post: tuple[Tensor, Tensor, Tensor, Tensor] | None,
+    post: _Mixing | None,
     weights: tuple[Tensor, Tensor, Tensor, Tensor | None],
     iters: int,
     constants: tuple[float, float, float, float, float],
@@ -251,12 +258,20 @@ def mhc_pre(
     return _run(_ready(residual), None, weights, iters, constants, out_dtype, deterministic)
 
 
-def mhc_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, residual_dtype: torch.dtype) -> Tensor:
+def mhc_post(
+    x: Tensor,
+    residual: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    residual_dtype: torch.dtype,
+    mixing_dtype: torch.dtype | None = None,
+) -> Tensor:
     """`reference.mhc_post`; output contiguous."""
     new_residual = torch.empty(residual.shape, dtype=residual_dtype, device=residual.device)
     if (tokens := math.prod(residual.shape[:-2])) > 0:
         with _device(residual):
-            _mix(_ready(residual), (_ready(x), _ready(post), _ready(comb), new_residual), None, tokens)
+            streams = (_ready(x), _ready(post), _ready(comb), new_residual, mixing_dtype)
+            _mix(_ready(residual), streams, None, tokens)
     return new_residual
 
 
@@ -277,11 +292,12 @@ def mhc_post_pre(
     norm_eps: float,
     residual_dtype: torch.dtype,
     out_dtype: torch.dtype,
+    mixing_dtype: torch.dtype | None = None,
     deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`reference.mhc_post_pre`; outputs contiguous."""
     new_residual = torch.empty(residual.shape, dtype=residual_dtype, device=residual.device)
-    streams = (_ready(x), _ready(post), _ready(comb), new_residual)
+    streams = (_ready(x), _ready(post), _ready(comb), new_residual, mixing_dtype)
     weights = (_ready(fn), _ready(scale), _ready(base), None if norm_weight is None else _ready(norm_weight))
     constants = (rms_eps, pre_eps, sinkhorn_eps, post_mult, norm_eps)
     return new_residual, *_run(_ready(residual), streams, weights, iters, constants, out_dtype, deterministic)

@@ -48,6 +48,7 @@ def mix_kernel(
     GROUP: tl.constexpr,
     HAS_POST: tl.constexpr,
     HAS_PRE: tl.constexpr,
+    MIXING: tl.constexpr,  # dtype that post and comb are rounded to before they are multiplied
 ):
     """Program (i, s): tokens i * GROUP.. of slice s."""
     LOGITS: tl.constexpr = (2 + N) * N
@@ -59,10 +60,10 @@ def mix_kernel(
     weights = ()
     if HAS_POST:
         for k in tl.static_range(N):
-            weights = weights + (tl.load(post + row * N + k, mask=live, other=0.0).to(tl.float32),)
+            weights = weights + (tl.load(post + row * N + k, mask=live, other=0.0).to(MIXING).to(tl.float32),)
             for j in tl.static_range(N):
                 entry = comb + row * (N * N) + j * N + k
-                weights = weights + (tl.load(entry, mask=live, other=0.0).to(tl.float32),)
+                weights = weights + (tl.load(entry, mask=live, other=0.0).to(MIXING).to(tl.float32),)
 
     dots = tl.zeros((GROUP, COLUMNS), dtype=tl.float32)
     squares = tl.zeros((GROUP, WIDTH), dtype=tl.float32)

@@ -168,6 +168,23 @@ def assert_three_operators_match(case: Case, kernel: str) -> None:
     assert_served_by(kernel, case)
 
 
+def assert_weights_are_rounded(
+    case: Case, kernel: str, mixing: torch.dtype, deterministic: bool = False, bound: float = SAME
+) -> None:
+    """`case` has a float32 result, which shows the rounding: without it the bound would be missed by far.
+
+    `bound` is that of what comes out of the sums over the row.
+    """
+    rounded = replace(case, post=case.post.to(mixing), comb=case.comb.to(mixing))
+    wanted = oracle(rounded)
+    assert distance(oracle_post(case), wanted[0]) > 50 * SAME
+    fused = torch.ops.dsv4.mhc_post_pre(*case, kernel, deterministic, mixing)
+    alone = torch.ops.dsv4.mhc_post(*case.expand(), kernel, deterministic, mixing)
+    assert_close((fused[0], alone), (wanted[0], wanted[0]))
+    assert_close(fused[1:], wanted[1:], bound)
+    assert_served_by(kernel, case)
+
+
 # ------------------------------------------------------------------------------------------------------- numbers
 
 
@@ -210,10 +227,13 @@ def test_weights_in_bfloat16_match(kernel: str) -> None:
 @pytest.mark.parametrize("kernel", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("hidden", [64, 1000])
-def test_half_precision_is_no_farther_from_the_oracle_than_eager(kernel: str, dtype: torch.dtype, hidden: int) -> None:
+@pytest.mark.parametrize("rounded", [False, True])
+def test_half_precision_is_no_farther_from_the_oracle_than_eager(
+    kernel: str, dtype: torch.dtype, hidden: int, rounded: bool
+) -> None:
     case = make((33,), hidden, dtype=dtype, weights=dtype)
     wanted = oracle(case)
-    ours = torch.ops.dsv4.mhc_post_pre(*case, kernel)
+    ours = torch.ops.dsv4.mhc_post_pre(*case, kernel, False, dtype if rounded else None)
     eager = as_transformers_does(case)
     assert ours[0].dtype == ours[1].dtype == dtype
     for name, got, other, exact in zip(("residual", "input", "post", "comb"), ours, eager, wanted, strict=True):
@@ -235,6 +255,34 @@ def test_mixed_dtypes_match(kernel: str) -> None:
     case = make((9,), 128)
     case = replace(case, x=case.x.bfloat16(), post=case.post.half(), comb=case.comb.bfloat16(), fn=case.fn.half())
     assert_three_operators_match(case, kernel)
+
+
+@pytest.mark.parametrize("mixing", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_reference_rounds_post_and_comb_and_then_mixes(dtype: torch.dtype, mixing: torch.dtype) -> None:
+    case = make((9,), 128, dtype=dtype)
+    post, comb = (weights.to(mixing).float() for weights in (case.post, case.comb))
+    wanted = post.unsqueeze(-1) * case.x.float().unsqueeze(-2) + comb.transpose(-1, -2) @ case.residual.float()
+    assert torch.equal(reference.mhc_post(*case.expand(), mixing), wanted.to(dtype))
+    assert torch.equal(reference.mhc_post(*case.expand()), wanted.to(dtype)) == (mixing is torch.float32)
+
+
+@pytest.mark.parametrize("kernel", FAMILIES)
+@pytest.mark.parametrize("mixing", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("n", "hidden"), [(2, 64), (3, 257), (4, 4096), (8, 1000)])
+def test_rounded_weights_match(kernel: str, mixing: torch.dtype, dtype: torch.dtype, n: int, hidden: int) -> None:
+    case = make((17,), hidden, n, dtype=dtype, residual_dtype=torch.float32, out_dtype=torch.float32)
+    assert_weights_are_rounded(case, kernel, mixing)
+
+
+@pytest.mark.parametrize("kernel", FAMILIES)
+@pytest.mark.parametrize("mixing", [torch.float32, torch.float64])
+def test_a_wide_mixing_dtype_changes_nothing(kernel: str, mixing: torch.dtype) -> None:
+    case = make((5,), 64)
+    plain, same = (torch.ops.dsv4.mhc_post_pre(*case, kernel, False, dtype) for dtype in (None, mixing))
+    assert all(torch.equal(a, b) for a, b in zip(plain, same, strict=True))
+    assert_served_by(kernel, case)
 
 
 @pytest.mark.parametrize("kernel", FAMILIES)
@@ -335,22 +383,41 @@ def test_opcheck_passes(name: str, kernel: str) -> None:
     torch.library.opcheck(getattr(torch.ops.dsv4, name).default, (*arguments, kernel))
 
 
+@pytest.mark.parametrize("kernel", ["auto", "reference"])
+@pytest.mark.parametrize("name", ["mhc_post", "mhc_post_pre"])
+def test_opcheck_passes_for_rounded_weights(name: str, kernel: str) -> None:
+    case = with_gradients(make((2, 3), 16, n=2, iters=2))
+    arguments = {"mhc_post": case.expand(), "mhc_post_pre": tuple(case)}[name]
+    torch.library.opcheck(getattr(torch.ops.dsv4, name).default, (*arguments, kernel, False, torch.bfloat16))
+
+
 def test_opcheck_passes_for_bfloat16_without_norm() -> None:
     case = make((3,), 24, dtype=torch.bfloat16, norm_weight=None)
     torch.library.opcheck(torch.ops.dsv4.mhc_post_pre.default, (*case, "auto"))
 
 
+@pytest.mark.parametrize("mixing", [None, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_are_those_of_the_reference(dtype: torch.dtype) -> None:
+def test_gradients_are_those_of_the_reference(dtype: torch.dtype, mixing: torch.dtype | None) -> None:
     ours, theirs = (with_gradients(make((2, 3), 40, dtype=dtype, iters=3)) for _ in range(2))
-    got = torch.ops.dsv4.mhc_post_pre(*ours, "auto")
-    wanted = reference.mhc_post_pre(*theirs)
+    got = torch.ops.dsv4.mhc_post_pre(*ours, "auto", False, mixing)
+    wanted = reference.mhc_post_pre(*theirs, mixing)
     seeds = [torch.randn_like(tensor) for tensor in wanted]
     torch.autograd.backward(got, seeds)
     torch.autograd.backward(wanted, seeds)
     for name, tensor in ours.__dict__.items():
         if isinstance(tensor, Tensor):
             torch.testing.assert_close(tensor.grad, getattr(theirs, name).grad, msg=name)
+
+
+def test_a_gradient_passes_the_rounding_of_the_weights() -> None:
+    def gradients(mixing: torch.dtype | None) -> tuple[Tensor, ...]:
+        case = with_gradients(make((3,), 16))
+        out = torch.ops.dsv4.mhc_post(*case.expand(), "auto", False, mixing)
+        return torch.autograd.grad(out, (case.x, case.residual, case.post, case.comb), torch.ones_like(out))
+
+    for rounded, plain in zip(gradients(torch.bfloat16), gradients(None), strict=True):
+        assert 1e-4 < distance(rounded, plain.double()) < 4e-3
 
 
 def test_a_gradient_of_one_output_reaches_the_inputs_that_ask() -> None:
@@ -426,6 +493,11 @@ def test_a_wrong_shape_is_named_when_it_is_traced(wrong: str) -> None:
     compiled = torch.compile(lambda *a: torch.ops.dsv4.mhc_post_pre(*a, "auto"), backend="eager", fullgraph=True)
     with pytest.raises(Exception, match=rf"mhc: {wrong} has shape .* must have shape"):
         compiled(*broken)
+
+
+def test_a_mixing_dtype_that_holds_no_weights_is_named() -> None:
+    with pytest.raises(ValueError, match=r"mixing_dtype is torch.int32; it must be None or a float dtype"):
+        torch.ops.dsv4.mhc_post(*make((3,), 16).expand(), "auto", mixing_dtype=torch.int32)
 
 
 def test_a_tensor_on_another_device_is_named() -> None:

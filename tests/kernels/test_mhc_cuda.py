@@ -30,7 +30,7 @@ from dsv4_compile.kernels.mhc.cuda.plans import (
     fitting,
     plan_for,
 )
-from tests.kernels.test_mhc import assert_close, make, oracle
+from tests.kernels.test_mhc import assert_close, distance, make, oracle
 from tests.kernels.test_mhc_gpu import assert_no_farther_than_the_rounding, first_rows
 
 LIMITS = [limit for limit in BUCKETS if limit != math.inf]
@@ -93,9 +93,14 @@ def test_an_arena_gives_no_counter_twice() -> None:
 
 
 def variant(
-    tokens: int, n: int = 4, hidden: int = 512, dtype: torch.dtype = torch.bfloat16, has_post: bool = True
+    tokens: int,
+    n: int = 4,
+    hidden: int = 512,
+    dtype: torch.dtype = torch.bfloat16,
+    has_post: bool = True,
+    mixing: torch.dtype = torch.float32,
 ) -> compilation.Variant:
-    dtypes = (dtype, dtype, dtype, torch.float32, torch.float32, dtype, dtype)
+    dtypes = (dtype, dtype, dtype, torch.float32, torch.float32, dtype, dtype, mixing)
     return cuda._variant(tokens, None, n, hidden, (2 + n) * n, 20, dtypes, has_post, True, False, None)
 
 
@@ -149,11 +154,22 @@ def compiled_by_nvcc(one: compilation.Variant, folder: Path) -> str:
 def test_every_plan_compiles_for_hopper(tmp_path: Path) -> None:
     variants = [variant(tokens, has_post=post) for tokens in {1, *TOKENS} for post in (True, False)]
     variants += [variant(1, n, 40, dtype) for n in (2, 3, 8) for dtype in (torch.float32, torch.float16)]
+    variants += [variant(tokens, mixing=torch.bfloat16) for tokens in {1, *TOKENS}]
+    variants += [variant(1, mixing=torch.float16), variant(1, 3, 40, torch.float32, mixing=torch.bfloat16)]
     distinct = {str(one.macros): one for one in variants}
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         texts = list(pool.map(lambda one: compiled_by_nvcc(one, tmp_path), distinct.values()))
     # The plans for a bfloat16 residual of four streams are the ones that are to be fast.
-    assert sum("0 bytes spill stores" in text for text in texts) >= len(PLANS)
+    assert sum("0 bytes spill stores" in text for text in texts) >= 2 * len(PLANS)
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
+def test_a_kernel_that_rounds_the_weights_is_another_one(tmp_path: Path) -> None:
+    types = variant(1).types[:-1]
+    for mixing in ("float", "bf16", "f16"):
+        one = compilation.Variant(PLANS[0], 4, 512, 4, 0, (*types, mixing), True, False, False, "mhc_post")
+        compiled_by_nvcc(one, tmp_path)
+    assert len({path.read_bytes() for path in tmp_path.iterdir()}) == 3
 
 
 def test_without_the_bindings_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,6 +211,22 @@ def test_every_plan_is_right_at_any_token_count(plan: Plan, hidden: int) -> None
     for tokens in (1, 15, 16, 17, 31, 33, 64, 65, 200):
         case = make((tokens,), hidden, seed=tokens, dtype=torch.bfloat16, device="cuda")
         assert_no_farther_than_the_rounding(case, cuda.mhc_post_pre(*case, plan=plan))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "plan",
+    PLANS,
+    ids=lambda plan: f"tile{plan.tile}-vec{plan.vec}-lag{plan.lag}",
+)
+@pytest.mark.parametrize("mixing", [torch.bfloat16, torch.float16])
+def test_every_plan_rounds_the_weights(plan: Plan, mixing: torch.dtype) -> None:
+    for tokens in (1, 17, 65, 200):
+        case = make((tokens,), 520, seed=tokens, dtype=torch.bfloat16, device="cuda")
+        rounded = replace(case, post=case.post.to(mixing), comb=case.comb.to(mixing))
+        wanted = cuda.mhc_post_pre(*rounded, plan=plan)[0].double()
+        got = cuda.mhc_post_pre(*case, mixing_dtype=mixing, plan=plan)[0]
+        assert distance(got, wanted) < 2e-4 < 5e-4 < distance(cuda.mhc_post_pre(*case, plan=plan)[0], wanted)
 
 
 @pytest.mark.gpu

@@ -26,6 +26,7 @@ from tests.kernels.test_mhc import (
     assert_close,
     assert_served_by,
     assert_three_operators_match,
+    assert_weights_are_rounded,
     distance,
     make,
     oracle,
@@ -110,6 +111,20 @@ def test_on_a_gpu_bfloat16_is_no_farther_from_the_oracle_than_eager(kernel: str,
     for got, other, exact in zip(ours, as_transformers_does(case), oracle(case), strict=True):
         assert distance(got, exact) <= distance(other, exact) * margin
     assert_served_by(kernel, case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", GPU_FAMILIES)
+@pytest.mark.parametrize("mixing", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("tokens", "n"), [(1, 4), (17, 4), (100, 4), (600, 4), (2500, 4), (33, 3), (33, 8)])
+def test_on_a_gpu_rounded_weights_match(
+    kernel: str, mixing: torch.dtype, dtype: torch.dtype, tokens: int, n: int
+) -> None:
+    constants = {"residual_dtype": torch.float32, "out_dtype": torch.float32}
+    case = make((tokens,), 1024, n, seed=tokens, dtype=dtype, device="cuda", **constants)
+    for deterministic in (False, True):
+        assert_weights_are_rounded(case, kernel, mixing, deterministic, LONG_SUMS[kernel])
 
 
 def first_rows(case: Case, count: int) -> tuple[Any, ...]:

@@ -64,6 +64,20 @@ def distances(tokens: int, hidden: int, n: int, iters: int, kind: str, norm: boo
         "residual": (fused[0], reference.mhc_post(*wide(streams), torch.float64)),
         "post alone": (post, reference.mhc_post(*wide(streams), torch.float64)),
     }
+    for mixing in (torch.bfloat16, torch.float16):
+        rounded = (*streams[:2], *(weight.to(mixing) for weight in streams[2:]))
+        exact = reference.mhc_post(*wide(rounded), torch.float64)
+        given = streams
+        if (
+            mixing is torch.bfloat16
+        ):  # the interpreter cuts off what the compiler rounds: weights where both are the same
+            given = (*streams[:2], *(weight.float() * (1 + 2**-10) for weight in rounded[2:]))
+        how = (torch.float32, "triton", False, mixing)
+        alone = torch.ops.dsv4.mhc_post(*given, *how)
+        both = torch.ops.dsv4.mhc_post_pre(*given, *weights, *constants, torch.float32, *how)
+        plain = torch.ops.dsv4.mhc_post(*given, torch.float32, "triton")
+        pairs |= {f"mixed in {mixing}": (both[0], exact), f"mixed in {mixing} alone": (alone, exact)}
+        pairs[f"not mixed in {mixing}"] = (plain, exact)
     for suffix, got, source in (("", fused[1:], fused[0]), (" of pre", pre, streams[1])):
         wanted = reference.mhc_pre(*wide((source, *rest)), torch.float64)
         pairs |= {name + suffix: pair for name, *pair in zip(("input", "post", "comb"), got, wanted, strict=True)}
@@ -85,7 +99,10 @@ def measured() -> dict[str, dict[str, float]]:
 def test_the_interpreted_kernels_match_the_reference(name: str, measured: dict[str, dict[str, float]]) -> None:
     kind = CASES[name][4]
     for output, value in measured[name].items():
-        exact = output.startswith(("post of", "comb")) or output == "post"
+        if output.startswith("not mixed"):  # or the bound for what is mixed so would say nothing
+            assert value > 1e-5 or CASES[name][0] == 0, (output, value)
+            continue
+        exact = output.startswith(("post of", "comb", "mixed")) or output == "post"
         assert value <= (1e-6 if exact else BOUNDS[kind]), (output, value)
 
 

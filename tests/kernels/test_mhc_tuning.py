@@ -28,7 +28,7 @@ from tests.kernels.test_mhc_gpu import first_rows
 
 H100 = cuda.HOPPER
 ADA = Card("NVIDIA L40S", 142, 101_376)
-BF16 = (torch.bfloat16,) * 3 + (torch.float32,) * 2 + (torch.bfloat16,) * 2
+BF16 = (torch.bfloat16,) * 3 + (torch.float32,) * 2 + (torch.bfloat16,) * 2 + (torch.float32,)
 
 
 def clear() -> None:
@@ -180,7 +180,7 @@ def test_an_h100_runs_with_the_shipped_plans_and_searches_nothing(
         (Card("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 16, H100.shared_bytes), 4, 4096, BF16),
         (H100, 3, 4096, BF16),
         (H100, 4, 8192, BF16),
-        (H100, 4, 4096, (torch.float32,) * 7),
+        (H100, 4, 4096, (torch.float32,) * 8),
     ],
     ids=["another card", "a slice", "three streams", "a wider row", "float32"],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tests.spellings import (
     Constants,
     Stack,
     deepseek_post,
+    deepseek_pre,
     hf_post,
     hf_pre,
     raised_post_pre,
@@ -73,6 +75,159 @@ def test_spelling_is_fused_and_as_close_to_float64_as_eager(name, dtype, norm):
     oracle = oracle_of(module, x)
     assert out.dtype == eager.dtype
     assert error(out, oracle) <= max(error(eager, oracle) * 1.05, 1e-6)
+
+
+def mixed_in(graph: dsv4_compile.GraphReport) -> list[str | None]:
+    return [site.mixing for site in graph.mhc]
+
+
+ROUNDING = ("hf", "sum_over_size", "turned")  # the spellings with transformers' hc_post
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+def test_whether_the_author_rounds_post_and_comb_is_read_off_the_graph(name, dtype):
+    _, graph = run(Stack(*SPELLINGS[name], dtype=dtype), residual(1, 2, 5, 4, 64, dtype=dtype))
+    used = str(dtype if name in ROUNDING else torch.float32).removeprefix("torch.")
+    assert mixed_in(graph) == [None, used, used]
+    rounded = f"post and comb rounded to {used}" in str(dsv4_compile.report())
+    assert rounded == (used != "float32")
+
+
+def test_nothing_is_rounded_in_a_float64_model():
+    _, graph = run(Stack(hf_pre, hf_post).double(), residual(1, 2, 5, 4, 64, dtype=torch.float64))
+    assert mixed_in(graph) == [None, "float64", "float64"]
+
+
+class Mix(nn.Module):
+    """`post` of four graph inputs."""
+
+    def __init__(self, post: Callable[..., Tensor]):
+        super().__init__()
+        self.post = post
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.post(*inputs)
+
+
+def mixing_inputs(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    return (
+        residual(1, 2, 9, 64, dtype=dtype),
+        residual(2, 2, 9, 4, 64, dtype=dtype),
+        residual(3, 2, 9, 4).sigmoid(),
+        residual(4, 2, 9, 4, 4).softmax(-1),
+    )
+
+
+@pytest.mark.parametrize("mhc", ["auto", "reference"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_operator_rounds_what_the_author_rounds(mhc, deterministic):
+    inputs = mixing_inputs(torch.bfloat16)
+    for post, rounded in ((hf_post, torch.bfloat16), (deepseek_post, None)):
+        out, graph = run(Mix(post), *inputs, mhc=mhc, deterministic=deterministic)
+        assert mixed_in(graph) == ["bfloat16" if rounded else "float32"]
+        wanted = torch.ops.dsv4.mhc_post(*inputs, torch.bfloat16, mhc, deterministic, rounded)
+        assert torch.equal(out, wanted)
+
+
+def test_another_dtype_than_the_residuals_is_rounded_to():
+    def post(y: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+        return hf_post(y, x, post.half().float(), comb.half().float())
+
+    inputs = mixing_inputs(torch.float32)
+    out, graph = run(Mix(post), *inputs)
+    assert mixed_in(graph) == ["float16"]
+    assert torch.equal(out, torch.ops.dsv4.mhc_post(*inputs, torch.float32, "auto", False, torch.float16))
+
+
+def only_post_rounded(y: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    mixed = comb.transpose(-1, -2) @ x.float()
+    return (post.to(x.dtype).unsqueeze(-1) * y.unsqueeze(-2).float() + mixed).to(x.dtype)
+
+
+def only_comb_rounded(y: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    return (post.unsqueeze(-1) * y.unsqueeze(-2) + comb.to(x.dtype).transpose(-1, -2) @ x).to(x.dtype)
+
+
+def rounded_elsewhere(y: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> tuple[Tensor, ...]:
+    return deepseek_post(y, x, post, comb), post.to(x.dtype), comb.to(x.dtype)
+
+
+def rounded_in_one_of_the_streams(y: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    rows = []
+    for k in range(x.shape[-2]):
+        weight, column = post[..., k : k + 1], comb[..., k : k + 1]
+        if k == 0:
+            weight, column = weight.to(x.dtype), column.to(x.dtype)
+        rows.append(weight * y.float() + (column * x.float()).sum(-2))
+    return torch.stack(rows, -2).to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    "post", [only_post_rounded, only_comb_rounded, rounded_elsewhere, rounded_in_one_of_the_streams]
+)
+def test_nothing_is_rounded_unless_both_are_on_every_way(post):
+    torch.manual_seed(0)
+    module = Stack(deepseek_pre, post, layers=1, hidden=256, dtype=torch.bfloat16)
+    x = residual(1, 2, 9, 4, 256, dtype=torch.bfloat16)
+    with torch.no_grad():
+        eager = module(x)
+    out, graph = run(module, x)
+    assert mixed_in(graph) == [None, "float32"]
+    results = [value if isinstance(value, tuple) else (value,) for value in (out, eager, oracle_of(module, x))]
+    for ours, theirs, oracle in zip(*results, strict=True):
+        assert error(ours, oracle) <= error(theirs, oracle) * 1.05
+
+
+def test_a_rounding_in_front_of_a_graph_break_or_inside_hc_pre_is_seen():
+    def pre(x: Tensor, site: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
+        y, post, comb = hf_pre(x, site)
+        return y, post.to(x.dtype), comb.to(x.dtype)
+
+    class Broken(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            y, post, comb = self.pre(x, self.sites[0])
+            torch._dynamo.graph_break()
+            return self.post(self.layers[0](y), x, post, comb)
+
+    x = residual(8, 1, 5, 4, 64, dtype=torch.bfloat16)
+    _, graph = run(Stack(pre, deepseek_post, dtype=torch.bfloat16), x)
+    assert mixed_in(graph) == [None, "bfloat16", "bfloat16"]
+    torch._dynamo.reset()
+    run(Broken(pre, deepseek_post, dtype=torch.bfloat16), x)
+    assert [mixed_in(g) for g in dsv4_compile.report().graphs] == [[None], ["bfloat16"]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_rounds_as_eager_does_is_nearer_to_eager(dtype, monkeypatch):
+    from dsv4_compile.passes import mhc_post
+
+    torch.manual_seed(0)
+    module = Stack(hf_pre, hf_post, hidden=256, dtype=dtype)
+    x = residual(0, 4, 64, 4, 256, dtype=dtype)
+    with torch.no_grad():
+        eager = module(x)
+    rounded, _ = run(module, x)
+    torch._dynamo.reset()
+    monkeypatch.setattr(mhc_post, "_mixing", lambda *_: None)
+    plain, graph = run(module, x)
+    assert mixed_in(graph) == [None, "float32", "float32"]
+    assert error(rounded, eager.double()) < error(plain, eager.double())
+    oracle = oracle_of(module, x)
+    assert error(rounded, oracle) < error(eager, oracle)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_norm_before_and_after_the_product_are_the_same_operator(dtype):
+    """transformers normalises the row and multiplies it with `fn`, DeepSeek multiplies and scales the logits."""
+    x, found = residual(1, 2, 5, 4, 64, dtype=dtype), []
+    for pre in (hf_pre, deepseek_pre):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        found.append(run(Stack(pre, deepseek_post, dtype=dtype), x))
+    (before, one), (after, other) = found
+    assert one.mhc == other.mhc and len(one.mhc) == 3
+    assert torch.equal(before, after)
 
 
 def test_constants_are_read_off_the_region():

@@ -108,6 +108,11 @@ def _ready(tensor: Tensor, types: tuple[torch.dtype, ...] = tuple(TYPES)) -> Ten
 _FLOAT = (torch.float32,)
 
 
+def _rounded(mixing_dtype: torch.dtype | None) -> torch.dtype:
+    """What float32 weights are rounded to for `mixing_dtype`."""
+    return torch.float32 if mixing_dtype in (None, torch.float64) else mixing_dtype
+
+
 # Where no device is named, as when kernels are compiled without one.
 HOPPER = Card("NVIDIA H100 80GB HBM3", 132, HOPPER_SHARED_BYTES)
 
@@ -173,7 +178,8 @@ def _problem(
     denormal: bool,
     index: int | None,
 ) -> Problem:
-    return Problem(_card(index), n, hidden, logits, tuple(TYPES[dtype] for dtype in dtypes), has_post)
+    in_memory = tuple(TYPES[dtype] for dtype in dtypes[:-1])  # what the weights are rounded to costs nothing
+    return Problem(_card(index), n, hidden, logits, in_memory, has_post)
 
 
 def _fitted(
@@ -223,7 +229,7 @@ def warmup(max_tokens: int) -> int:
 
 def _run(
     residual: Tensor,
-    mixing: tuple[Tensor, Tensor, Tensor, Tensor] | None,
+    mixing: tuple[Tensor, Tensor, Tensor, Tensor, torch.dtype | None] | None,
     weights: tuple[Tensor, Tensor, Tensor, Tensor | None],
     iters: int,
     constants: tuple[float, float, float, float, float],
@@ -232,7 +238,8 @@ def _run(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`pre` of the streams that `post` makes of `residual`, or of `residual` itself.
 
-    `mixing`: x, post, comb and the new residual, which is filled. `weights`: fn, scale, base, norm weight.
+    `mixing`: x, post, comb, the new residual, which is filled, and the dtype that post and comb are rounded to.
+    `weights`: fn, scale, base, norm weight.
     """
     *lead, n, hidden = residual.shape
     device = residual.device
@@ -250,9 +257,9 @@ def _run(
     if scale.dtype is not base.dtype:
         scale, base = scale.float(), base.float()
     norm_weight = None if norm_weight is None else _ready(norm_weight)
-    x = old_post = old_comb = new_residual = None
+    x = old_post = old_comb = new_residual = mixing_dtype = None
     if mixing is not None:
-        x, old_post, old_comb, new_residual = mixing
+        x, old_post, old_comb, new_residual, mixing_dtype = mixing
         x, old_post, old_comb = _ready(x), _ready(old_post, _FLOAT), _ready(old_comb, _FLOAT)
     dtypes = (
         residual.dtype,
@@ -262,6 +269,7 @@ def _run(
         base.dtype,
         torch.float32 if norm_weight is None else norm_weight.dtype,
         out_dtype,
+        _rounded(mixing_dtype),
     )
     denormal = constants[2] < NORMAL_EPS
     index, has_norm = device.index, norm_weight is not None
@@ -323,7 +331,14 @@ def mhc_head(
     return _run(residual, None, weights, 0, (rms_eps, pre_eps, 1.0, 0.0, norm_eps), out_dtype, plan)[0]
 
 
-def mhc_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, residual_dtype: torch.dtype) -> Tensor:
+def mhc_post(
+    x: Tensor,
+    residual: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    residual_dtype: torch.dtype,
+    mixing_dtype: torch.dtype | None = None,
+) -> Tensor:
     """`reference.mhc_post`; output contiguous."""
     n, hidden = residual.shape[-2:]
     new_residual = torch.empty(residual.shape, dtype=residual_dtype, device=residual.device)
@@ -332,7 +347,7 @@ def mhc_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, residual_d
         return new_residual
     x, residual = _ready(x), _ready(residual)
     post, comb = _ready(post, _FLOAT), _ready(comb, _FLOAT)
-    dtypes = (residual.dtype, residual_dtype, x.dtype, *_FLOAT * 4)
+    dtypes = (residual.dtype, residual_dtype, x.dtype, *_FLOAT * 4, _rounded(mixing_dtype))
     types = tuple(TYPES[dtype] for dtype in dtypes)
     variant = Variant(PLANS[0][1], n, hidden, n, 0, types, True, False, False, "mhc_post")
     index = residual.device.index
@@ -364,6 +379,7 @@ def mhc_post_pre(
     norm_eps: float,
     residual_dtype: torch.dtype,
     out_dtype: torch.dtype,
+    mixing_dtype: torch.dtype | None = None,
     deterministic: bool = False,
     plan: Plan | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -372,5 +388,5 @@ def mhc_post_pre(
     new_residual = torch.empty(residual.shape, dtype=residual_dtype, device=residual.device)
     constants = (rms_eps, pre_eps, sinkhorn_eps, post_mult, norm_eps)
     weights = (fn, scale, base, norm_weight)
-    mixing = (x, post, comb, new_residual)
+    mixing = (x, post, comb, new_residual, mixing_dtype)
     return new_residual, *_run(residual, mixing, weights, iters, constants, out_dtype, plan)

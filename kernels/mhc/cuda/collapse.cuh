@@ -78,12 +78,12 @@ __device__ __forceinline__ void mix_chunk(const Arguments& a, i64 token, int col
 #pragma unroll
     for (int k = 0; k < N; k++) {
         float sum[8], values[8];
-        const float weight = inside ? a.old_post[token * N + k] : 0.0f;
+        const float weight = inside ? mixing_weight(a.old_post[token * N + k]) : 0.0f;
 #pragma unroll
         for (int i = 0; i < 8; i++) sum[i] = weight * added[i];
 #pragma unroll
         for (int j = 0; j < N; j++) {
-            const float of = inside ? a.old_comb[(token * N + j) * N + k] : 0.0f;
+            const float of = inside ? mixing_weight(a.old_comb[(token * N + j) * N + k]) : 0.0f;
             unpack(old[j], values);
 #pragma unroll
             for (int i = 0; i < 8; i++) sum[i] = fmaf(of, values[i], sum[i]);

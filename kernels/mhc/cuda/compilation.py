@@ -36,7 +36,7 @@ class Variant:
     hidden: int
     logits: int
     iters: int
-    types: tuple[str, ...]  # of residual, new residual, x, fn, parameters, norm weight, output
+    types: tuple[str, ...]  # of residual, new residual, x, fn, parameters, norm weight, output, post and comb in use
     has_post: bool
     has_norm: bool
     denormal: bool
@@ -44,7 +44,7 @@ class Variant:
 
     @property
     def macros(self) -> dict[str, str | int]:
-        names = ("RESIDUAL", "NEW", "X", "FN", "PARAMETER", "NORM", "OUT")
+        names = ("RESIDUAL", "NEW", "X", "FN", "PARAMETER", "NORM", "OUT", "WEIGHT")
         plan = self.plan
         return {
             **dict(zip(names, self.types, strict=True)),

@@ -31,6 +31,9 @@ struct Arguments {
     float rms_eps, pre_eps, sinkhorn_eps, post_mult, norm_eps;
 };
 
+// An entry of `old_post` or `old_comb`, as it is multiplied.
+__device__ __forceinline__ float mixing_weight(float entry) { return rounded<WEIGHT>(entry); }
+
 // Blocks start before the launch before has ended (launch.py). What it wrote may be read from here on.
 // The next launch may start as well from here on: it waits for the end of this one in the same way.
 __device__ __forceinline__ void wait_for_inputs() {

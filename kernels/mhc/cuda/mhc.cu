@@ -4,6 +4,7 @@
 //   N          residual streams, 2 to 8            HIDDEN    columns of a stream, a multiple of 8
 //   LOGITS     (2 + N) * N, or N for the head      ITERS     Sinkhorn iterations
 //   RESIDUAL, NEW, X, FN, PARAMETER, NORM, OUT     types: float, bf16 or f16
+//   WEIGHT                                         the type that post and comb are rounded to before they are multiplied
 //   HAS_POST, HAS_NORM                             0 or 1
 //   AHEAD      1: a collapsing block mixes its token's streams itself, before it waits
 //   GROUPS     groups of 16 tokens in a tile       ALL       1: a warp of a producer has all streams, 0: one of them

@@ -126,6 +126,16 @@ __device__ __forceinline__ float number(const f16* at) {
     return value;
 }
 
+// `value`, rounded to the nearest number of type T.
+template <class T>
+__device__ __forceinline__ float rounded(float value) {
+    float pair[2] = {value, value};
+    Pack<T, 2> pack;
+    pack_into(pair, pack);
+    unpack(pack, pair);
+    return pair[0];
+}
+
 // To one unit in the last place.
 __device__ __forceinline__ float reciprocal(float x) {
     float value;

@@ -84,7 +84,8 @@ class Card:
 class Problem:
     """What the best plan depends on besides the token count.
 
-    `types` are those of `Variant`. Iterations, epsilons and the norm change a kernel, but not what bounds it.
+    `types` are those of `Variant` without the last. That, iterations, epsilons and the norm change a kernel, but not
+    what bounds it.
     """
 
     card: Card

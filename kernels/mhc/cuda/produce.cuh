@@ -25,7 +25,7 @@ __device__ void produce(const Arguments& a, int tile, int split, float* scratch)
             for (int i = threadIdx.x; i < TILE * N * PAIR; i += THREADS) {
                 const int of = i / (N * PAIR), k = i / PAIR % N, j = i % PAIR;
                 const i64 t = first + of;
-                scratch[i] = t >= a.tokens ? 0.0f : j == 0 ? a.old_post[t * N + k] : a.old_comb[(t * N + j - 1) * N + k];
+                scratch[i] = mixing_weight(t >= a.tokens ? 0.0f : j == 0 ? a.old_post[t * N + k] : a.old_comb[(t * N + j - 1) * N + k]);
             }
             __syncthreads();
         }
@@ -67,9 +67,9 @@ __device__ void produce(const Arguments& a, int tile, int split, float* scratch)
 #pragma unroll
                 for (int t = 0; t < 2; t++)
                     if (live[t]) {
-                        weights[t][0] = a.old_post[token[t] * N + k];
+                        weights[t][0] = mixing_weight(a.old_post[token[t] * N + k]);
 #pragma unroll
-                        for (int j = 0; j < N; j++) weights[t][1 + j] = a.old_comb[(token[t] * N + j) * N + k];
+                        for (int j = 0; j < N; j++) weights[t][1 + j] = mixing_weight(a.old_comb[(token[t] * N + j) * N + k]);
                     }
             float values[2][VEC];
 #pragma unroll

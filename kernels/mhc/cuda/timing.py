@@ -90,7 +90,7 @@ def _lengths(variant: Variant, tokens: int) -> tuple[int, ...]:
     """Bytes of the arguments of a launch in their order, down to `new_comb`; 0 where there is none."""
     n, hidden, logits = variant.n, variant.hidden, variant.logits
     post, expands = variant.has_post, logits != n
-    residual, new, x, fn, parameter, norm, out = (BYTES[name] for name in variant.types)
+    residual, new, x, fn, parameter, norm, out = (BYTES[name] for name in variant.types[:7])
     return (
         post * tokens * hidden * x,
         tokens * n * hidden * residual,
