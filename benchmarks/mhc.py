@@ -238,9 +238,16 @@ def _triton(*arguments: Any) -> Any:
     return triton.mhc_post_pre(*arguments)
 
 
+def _tilelang(*arguments: Any) -> Any:
+    from dsv4_compile.kernels.mhc import tilelang
+
+    return tilelang.mhc_post_pre(*arguments)
+
+
 FAMILIES: dict[str, Callable[..., Any]] = {
     "cuda": cuda.mhc_post_pre,
     "triton": _triton,
+    "tilelang": _tilelang,
     "inductor": torch.compile(reference.mhc_post_pre, dynamic=False),
 }
 
