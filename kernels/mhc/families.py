@@ -139,8 +139,8 @@ def warmup(max_tokens: int) -> int:
     """Compile the kernels for every token count from 1 to `max_tokens`, so that serving compiles nothing.
 
     What else a kernel depends on (widths, dtypes, constants) is taken from the calls so far: call this after one
-    forward pass. It is for the family `cuda`; those of Triton and TileLang are compiled when they are first called. Returns their
-    number.
+    forward pass. It is for the family `cuda`; those of Triton and TileLang are compiled when they are first called.
+    Returns their number.
     """
     if "dsv4_compile.kernels.mhc.cuda" not in sys.modules:
         return 0

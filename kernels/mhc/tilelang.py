@@ -15,8 +15,9 @@ numbers, a residual is the sum of one (bfloat16), two (float16) or three (float3
 is added in float32. A row's result depends on the other rows only through the plan, which steps at the token counts in
 `PLANS`; with one plan for all (`deterministic`) it does not depend on them at all.
 
-The token count is a symbol of the programs, so a plan is compiled once for each combination of shapes and dtypes
-(about ten seconds; TileLang keeps the result on disk). The package `tilelang` is imported when a tensor on a device that
+The token count is a symbol of the programs, so is the number of slices: what is compiled (in some
+seconds; TileLang keeps it on disk) are two programs of the first kind and a few of the second, for each combination of
+shapes and dtypes. The package `tilelang` is imported when a tensor on a device that
 can be served is seen, and compiles with `nvcc`.
 
 Serves float32, bfloat16 and float16 residuals of 2 to 8 streams whose hidden size is a multiple of 8 and at most
@@ -150,9 +151,7 @@ def _compile(variant: Mix | Finish) -> Any:
     from dsv4_compile.kernels.mhc import tilelang_kernels as kernels
 
     with _quiet():
-        program = (
-            kernels.mix_kernel(variant) if isinstance(variant, kernels.Mix) else kernels.finish_kernel(variant)
-        )
+        program = kernels.mix_kernel(variant) if isinstance(variant, kernels.Mix) else kernels.finish_kernel(variant)
         return tilelang.compile(program, target="cuda", execution_backend="tvm_ffi", pass_configs=PASS_CONFIGS)
 
 
@@ -164,20 +163,18 @@ def _mix_variant(plan: Plan, n: int, hidden: int, logits: int, types: tuple[str,
     if n > NARROW:
         plan = Plan(FEW.group, plan.most, FEW.threads)
     width = WIDTH if n <= NARROW else WIDTH_NARROW
-    chunks = -(-hidden // width)
-    return Mix(n, hidden, logits, plan.group, width, -(-chunks // plan.most), plan.threads, *types, has_post)
+    return Mix(n, hidden, logits, plan.group, width, plan.threads, *types, has_post)
 
 
 @functools.lru_cache(maxsize=4096)
-def _finish_variant(
-    n: int, hidden: int, logits: int, splits: int, iters: int, types: tuple[str, str, str, str, str]
-) -> Finish:
+def _finish_variant(n: int, hidden: int, logits: int, splits: int, types: tuple[str, str, str, str, str]) -> Finish:
     """`types`: of the streams, scale, base, the norm weight ("" for none) and the row."""
     from dsv4_compile.kernels.mhc.tilelang_kernels import Finish, power_of_two
 
-    together = max(1, min(TOGETHER, CELLS // (power_of_two(splits) * power_of_two(logits))))
+    parts = power_of_two(splits)
+    together = max(1, min(TOGETHER, CELLS // (parts * power_of_two(logits))))
     threads = 128 if hidden <= MAX_HIDDEN // 2 else 256
-    return Finish(n, hidden, logits, splits, together, threads, iters, *types)
+    return Finish(n, hidden, logits, parts, together, threads, *types)
 
 
 # -------------------------------------------------------------------------------------------------------------- calls
@@ -209,12 +206,14 @@ def _mix(
     variant = _mix_variant(plan, n, hidden, logits, types, mixing is not None)
     kernel = _kernel(variant, residual.device.index)
     streams = (residual,) if mixing is None else (x, residual, post, comb, new_residual)
+    steps = -(-variant.chunks // plan.most)
     if fn is None:
-        kernel(*streams)
+        kernel(steps, *streams)
         return None
-    dots = torch.empty((variant.splits, tokens, logits), dtype=torch.float32, device=residual.device)
-    squares = torch.empty((variant.splits, tokens), dtype=torch.float32, device=residual.device)
-    kernel(*streams, fn.view(logits, n, hidden), dots, squares)
+    splits = -(-variant.chunks // steps)
+    dots = torch.empty((splits, tokens, logits), dtype=torch.float32, device=residual.device)
+    squares = torch.empty((splits, tokens), dtype=torch.float32, device=residual.device)
+    kernel(steps, *streams, fn.view(logits, n, hidden), dots, squares)
     return dots, squares
 
 
@@ -252,20 +251,18 @@ def _run(
         assert parts is not None
         norm_type = "" if weights[3] is None else TYPES[norm_weight.dtype]
         types = (*(TYPES[t.dtype] for t in (mixing[3] if mixing else residual, scale, base)), norm_type)
-        variant = _finish_variant(n, hidden, logits, parts[0].shape[0], iters, (*types, TYPES[out_dtype]))
+        variant = _finish_variant(n, hidden, logits, parts[0].shape[0], (*types, TYPES[out_dtype]))
         outputs = (layer_input.view(tokens, hidden),)
         if not head:
             outputs += (new_post.view(tokens, n), new_comb.view(tokens, n, n))
-        numbers = constants if not head else (constants[0], constants[1], constants[4])
+        numbers = (constants[0], constants[1], constants[4]) if head else (iters, *constants)
         _kernel(variant, device.index)(
-            mixing[3] if mixing else residual, *parts, scale, base, norm_weight, *outputs, *map(float, numbers)
+            mixing[3] if mixing else residual, *parts, scale, base, norm_weight, *outputs, *numbers
         )
     return layer_input, new_post, new_comb
 
 
-def _flat(
-    mixing: tuple[Tensor, Tensor, Tensor, Tensor], tokens: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _flat(mixing: tuple[Tensor, Tensor, Tensor, Tensor], tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x, post, comb and the new residual ready for a kernel, with one dimension for the tokens."""
     x, post, comb, new_residual = mixing
     n, hidden = new_residual.shape[-2:]

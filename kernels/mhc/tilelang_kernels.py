@@ -25,14 +25,13 @@ HELD_BYTES = 448
 
 @dataclass(frozen=True)
 class Mix:
-    """A program of `mix_kernel`: tiles of `group` tokens, slices of `steps` times `width` columns."""
+    """A program of `mix_kernel`: tiles of `group` tokens, `width` columns at a time."""
 
     n: int
     hidden: int
     logits: int  # 0: no dot products
     group: int
     width: int
-    steps: int
     threads: int
     residual: str  # the types, as TileLang calls them
     new: str
@@ -41,22 +40,21 @@ class Mix:
     has_post: bool
 
     @property
-    def splits(self) -> int:
-        """Slices of the hidden axis."""
-        return -(-self.hidden // (self.steps * self.width))
+    def chunks(self) -> int:
+        """Steps that all slices of the hidden axis take together."""
+        return -(-self.hidden // self.width)
 
 
 @dataclass(frozen=True)
 class Finish:
-    """A program of `finish_kernel`: `splits` parts of a sum, `together` tokens in a block that writes `comb`."""
+    """A program of `finish_kernel`: up to `parts` slices, `together` tokens in a block that writes `comb`."""
 
     n: int
     hidden: int
     logits: int
-    splits: int
+    parts: int  # a power of two
     together: int
     threads: int
-    iters: int
     streams: str  # the types
     scale: str
     base: str
@@ -77,12 +75,13 @@ def power_of_two(value: int) -> int:
 def mix_kernel(v: Mix):
     """`post`, and the parts of the dot products and of the sum of squares of its result.
 
-    Arguments, those that the variant has: x `[tokens, hidden]`, residual `[tokens, n, hidden]`, post `[tokens, n]`,
-    comb `[tokens, n, n]`, new_residual (out) `[tokens, n, hidden]`, fn `[logits, n, hidden]`, dots (out)
-    `[splits, tokens, logits]`, squares (out) `[splits, tokens]`.
+    Arguments: how many times `width` columns are a slice; then those that the variant has of x `[tokens, hidden]`,
+    residual `[tokens, n, hidden]`, post `[tokens, n]`, comb `[tokens, n, n]`, new_residual (out)
+    `[tokens, n, hidden]`, fn `[logits, n, hidden]`, dots (out) `[splits, tokens, logits]` and squares (out)
+    `[splits, tokens]`.
     """
-    n, hidden, logits, group, width, splits = v.n, v.hidden, v.logits, v.group, v.width, v.splits
-    tokens = T.dynamic("tokens")
+    n, hidden, logits, group, width = v.n, v.hidden, v.logits, v.group, v.width
+    tokens, splits = T.dynamic("tokens"), T.dynamic("splits")
     every = tuple(range(n))
     columns = -(-max(logits, 1) // COLUMN_STEP) * COLUMN_STEP
     left_parts, right_parts = PARTS[v.new], PARTS[v.fn]
@@ -108,14 +107,16 @@ def mix_kernel(v: Mix):
 
     @T.macro
     def fetch(first, column, x, residual, fn, old, row, matrix):
-        T.async_copy(residual[first : first + group, 0:n, column : column + width], old)
+        # One stream at a time: a tile of two dimensions has a layout whatever `n` is.
+        for j in T.serial(n):
+            T.async_copy(residual[first : first + group, j, column : column + width], old[:, j, :])
+            if logits > 0:
+                T.async_copy(fn[0:columns, j, column : column + width], matrix[:, j, :])
         if v.has_post:
             T.async_copy(x[first : first + group, column : column + width], row)
-        if logits > 0:
-            T.async_copy(fn[0:columns, 0:n, column : column + width], matrix)
 
     @T.macro
-    def tile(first, which, x, residual, post, comb, new_residual, fn, dots, squares):
+    def tile(first, which, steps, x, residual, post, comb, new_residual, fn, dots, squares):
         if v.threads > 128:
             T.annotate_min_blocks_per_sm(2)
         old = T.alloc_shared((group, n, width), v.residual)
@@ -130,31 +131,32 @@ def mix_kernel(v: Mix):
         if logits > 0:
             left = [T.alloc_shared((group, n * width), PART) for _ in range(left_parts)]
             right = [T.alloc_shared((columns, n * width), PART) for _ in range(right_parts)]
-            rest = T.alloc_fragment((columns, n, width), FLOAT)
+            rest = T.alloc_fragment((columns, width), FLOAT)
             part = T.alloc_fragment((group, columns), FLOAT)
             total = T.alloc_fragment((group, columns), FLOAT)
             square = T.alloc_fragment((group, width), FLOAT)
             power = T.alloc_fragment((group,), FLOAT)
             T.clear(total)
             T.clear(square)
-        fetch(first, which * v.steps * width, x, residual, fn, old, row, matrix)
-        for step in T.serial(v.steps):
-            column = (which * v.steps + step) * width
+        fetch(first, which * steps * width, x, residual, fn, old, row, matrix)
+        for step in T.serial(steps):
+            column = (which * steps + step) * width
             T.ptx_wait_group(0)
             T.sync_threads()
             for i, d in T.Parallel(group, width):
                 for k in every:
                     values[k][i, d] = T.cast(T.cast(mixed(i, k, d, old, row, post_of, comb_of), v.new), FLOAT)
             if logits > 0:
-                T.copy(matrix, rest)
-                for p in tuple(range(right_parts)):
-                    for c, k, d in T.Parallel(columns, n, width):
-                        right[p][c, k * width + d] = T.cast(rest[c, k, d], PART)
-                    if p + 1 < right_parts:
-                        for c, k, d in T.Parallel(columns, n, width):
-                            rest[c, k, d] -= T.cast(T.cast(rest[c, k, d], PART), FLOAT)
+                for k in T.serial(n):
+                    T.copy(matrix[:, k, :], rest)
+                    for p in tuple(range(right_parts)):
+                        for c, d in T.Parallel(columns, width):
+                            right[p][c, k * width + d] = T.cast(rest[c, d], PART)
+                        if p + 1 < right_parts:
+                            for c, d in T.Parallel(columns, width):
+                                rest[c, d] -= T.cast(T.cast(rest[c, d], PART), FLOAT)
             T.sync_threads()
-            if step + 1 < v.steps:
+            if step + 1 < steps:
                 fetch(first, column + width, x, residual, fn, old, row, matrix)
             for k in every:
                 if v.has_post:
@@ -186,6 +188,7 @@ def mix_kernel(v: Mix):
 
         @T.prim_func
         def mhc_mix_post_pre(
+            steps: T.int32,
             x: T.Tensor((tokens, hidden), v.x),
             residual: T.Tensor(streams_shape, v.residual),
             post: T.Tensor((tokens, n), FLOAT),
@@ -195,8 +198,8 @@ def mix_kernel(v: Mix):
             dots: T.Tensor((splits, tokens, logits), FLOAT),
             squares: T.Tensor((splits, tokens), FLOAT),
         ):
-            with T.Kernel(T.ceildiv(tokens, group), splits, threads=v.threads) as (block, which):
-                tile(block * group, which, x, residual, post, comb, new_residual, fn, dots, squares)
+            with T.Kernel(T.ceildiv(tokens, group), T.ceildiv(v.chunks, steps), threads=v.threads) as (block, which):
+                tile(block * group, which, steps, x, residual, post, comb, new_residual, fn, dots, squares)
 
         return mhc_mix_post_pre
 
@@ -204,26 +207,28 @@ def mix_kernel(v: Mix):
 
         @T.prim_func
         def mhc_mix_post(
+            steps: T.int32,
             x: T.Tensor((tokens, hidden), v.x),
             residual: T.Tensor(streams_shape, v.residual),
             post: T.Tensor((tokens, n), FLOAT),
             comb: T.Tensor((tokens, n, n), FLOAT),
             new_residual: T.Tensor(streams_shape, v.new),
         ):
-            with T.Kernel(T.ceildiv(tokens, group), splits, threads=v.threads) as (block, which):
-                tile(block * group, which, x, residual, post, comb, new_residual, None, None, None)
+            with T.Kernel(T.ceildiv(tokens, group), T.ceildiv(v.chunks, steps), threads=v.threads) as (block, which):
+                tile(block * group, which, steps, x, residual, post, comb, new_residual, None, None, None)
 
         return mhc_mix_post
 
     @T.prim_func
     def mhc_mix_pre(
+        steps: T.int32,
         residual: T.Tensor(streams_shape, v.residual),
         fn: T.Tensor((logits, n, hidden), v.fn),
         dots: T.Tensor((splits, tokens, logits), FLOAT),
         squares: T.Tensor((splits, tokens), FLOAT),
     ):
-        with T.Kernel(T.ceildiv(tokens, group), splits, threads=v.threads) as (block, which):
-            tile(block * group, which, None, residual, None, None, None, fn, dots, squares)
+        with T.Kernel(T.ceildiv(tokens, group), T.ceildiv(v.chunks, steps), threads=v.threads) as (block, which):
+            tile(block * group, which, steps, None, residual, None, None, None, fn, dots, squares)
 
     return mhc_mix_pre
 
@@ -236,14 +241,13 @@ def finish_kernel(v: Finish):
     """What follows from the sums: `post` and `comb` in the first blocks, a row of `layer_input` in each other one.
 
     Arguments: streams `[tokens, n, hidden]`, dots `[splits, tokens, logits]`, squares `[splits, tokens]`, scale `[3]`
-    (`[1]` for the head), base `[logits]`, norm_weight `[hidden]` if there is one, layer_input (out)
+    (`[1]` for the head), base `[logits]`, norm_weight `[hidden]` (base again if there is none), layer_input (out)
     `[tokens, hidden]`, and unless it is the head post (out) `[tokens, n]` and comb (out) `[tokens, n, n]`; then the
-    constants rms_eps, pre_eps, sinkhorn_eps, post_mult, norm_eps.
+    constants iters, rms_eps, pre_eps, sinkhorn_eps, post_mult and norm_eps, for the head rms_eps, pre_eps and norm_eps.
     """
-    n, hidden, logits, splits, together = v.n, v.hidden, v.logits, v.splits, v.together
-    tokens = T.dynamic("tokens")
+    n, hidden, logits, parts, together = v.n, v.hidden, v.logits, v.parts, v.together
+    tokens, splits = T.dynamic("tokens"), T.dynamic("splits")
     every = tuple(range(n))
-    parts = power_of_two(splits)
     columns = power_of_two(logits)
     gates = power_of_two(n)
     row_size = -(-hidden // (8 * v.threads)) * 8 * v.threads
@@ -259,7 +263,7 @@ def finish_kernel(v: Finish):
                 matrix[at] = matrix[at] * inverse
 
     @T.macro
-    def sinkhorn(logit_of, i, token, comb, eps):
+    def sinkhorn(logit_of, i, token, comb, iters, eps):
         matrix = T.alloc_local((n * n,), FLOAT)
         for a in every:
             largest = T.alloc_var(FLOAT)
@@ -273,18 +277,17 @@ def finish_kernel(v: Finish):
                 total = total + matrix[a * n + b]
             for b in every:
                 matrix[a * n + b] = matrix[a * n + b] / total + eps
-        if v.iters >= 1:
+        if iters >= 1:
             normalise(matrix, False, eps)
-        if v.iters >= 2:
-            for _ in T.serial(v.iters - 1):
-                normalise(matrix, True, eps)
-                normalise(matrix, False, eps)
+        for _ in T.serial(T.max(iters - 1, 0)):
+            normalise(matrix, True, eps)
+            normalise(matrix, False, eps)
         for a in every:
             for b in every:
                 comb[token, a, b] = matrix[a * n + b]
 
     @T.macro
-    def expand(first, dots, squares, scale, base, post, comb, rms_eps, sinkhorn_eps, post_mult):
+    def expand(first, dots, squares, scale, base, post, comb, iters, rms_eps, sinkhorn_eps, post_mult):
         cells = T.alloc_fragment((together, parts, columns), FLOAT)
         sums = T.alloc_fragment((together, columns), FLOAT)
         powers = T.alloc_fragment((together, parts), FLOAT)
@@ -309,7 +312,7 @@ def finish_kernel(v: Finish):
                 post[first + i, k] = post_mult * _sigmoid(logit_of[i, n + k])
         for i in T.Parallel(together):
             if first + i < tokens:
-                sinkhorn(logit_of, i, first + i, comb, sinkhorn_eps)
+                sinkhorn(logit_of, i, first + i, comb, iters, sinkhorn_eps)
 
     @T.macro
     def collapse(token, streams, dots, squares, scale, base, norm_weight, layer_input, rms_eps, pre_eps, norm_eps):
@@ -395,6 +398,7 @@ def finish_kernel(v: Finish):
         layer_input: row_type,
         post: T.Tensor((tokens, n), FLOAT),
         comb: T.Tensor((tokens, n, n), FLOAT),
+        iters: T.int32,
         rms_eps: FLOAT,
         pre_eps: FLOAT,
         sinkhorn_eps: FLOAT,
@@ -404,7 +408,9 @@ def finish_kernel(v: Finish):
         with T.Kernel(T.ceildiv(tokens, together) + tokens, threads=v.threads) as block:
             groups = T.ceildiv(tokens, together)
             if block < groups:
-                expand(block * together, dots, squares, scale, base, post, comb, rms_eps, sinkhorn_eps, post_mult)
+                expand(
+                    block * together, dots, squares, scale, base, post, comb, iters, rms_eps, sinkhorn_eps, post_mult
+                )
             else:
                 collapse(
                     block - groups, streams, dots, squares, scale, base, norm_weight, layer_input,
