@@ -252,7 +252,7 @@ def _run(
         norm_type = "" if weights[3] is None else TYPES[norm_weight.dtype]
         types = (*(TYPES[t.dtype] for t in (mixing[3] if mixing else residual, scale, base)), norm_type)
         variant = _finish_variant(n, hidden, logits, parts[0].shape[0], (*types, TYPES[out_dtype]))
-        outputs = (layer_input.view(tokens, hidden),)
+        outputs: tuple[Tensor, ...] = (layer_input.view(tokens, hidden),)
         if not head:
             outputs += (new_post.view(tokens, n), new_comb.view(tokens, n, n))
         numbers = (constants[0], constants[1], constants[4]) if head else (iters, *constants)
