@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import importlib.util
 import itertools
 import logging
@@ -328,59 +330,80 @@ class Serial:
         gemm(left, right, total)
 
 
-def on_the_cpu(program: Any, *arguments: Any) -> None:
+@pytest.fixture
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The functions of the family take tensors on the CPU; their programs run on that target, in float32."""
     from tilelang import compile
 
-    with tilelang._quiet():
-        compile(program, target="c")(*arguments)
+    from dsv4_compile.kernels.mhc import tilelang_kernels
+
+    def kernel(variant: Any, device: None) -> Any:
+        of_mix = isinstance(variant, tilelang_kernels.Mix)
+        with tilelang._quiet():
+            program = (tilelang_kernels.mix_kernel if of_mix else tilelang_kernels.finish_kernel)(variant)
+            compiled = compile(program, target="c")
+
+        def call(*arguments: Any) -> None:
+            wide = [a.float() if isinstance(a, Tensor) else a for a in arguments]
+            compiled(*wide)
+            for argument, result in zip(arguments, wide, strict=True):
+                if isinstance(argument, Tensor):
+                    argument.copy_(result)
+
+        return call
+
+    monkeypatch.setattr(tilelang_kernels, "T", Serial())
+    monkeypatch.setattr(tilelang, "_kernel", kernel)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+
+
+def assert_no_farther_than_the_rounding(case: Case, got: tuple[Tensor, ...]) -> None:
+    """The rounded outputs are a rounding away from float64, `post` and `comb` are exact for the residual."""
+    residual, row, post, comb = got
+    bound = {torch.bfloat16: 2e-3, torch.float16: 3e-4, torch.float32: 1e-6}[case.residual_dtype]
+    assert distance(residual, oracle_post(case)) < bound
+    wanted = oracle_pre(replace(case, residual=residual))
+    assert distance(row, wanted[0]) < bound
+    assert_close((post, comb), wanted[1:])
+
+
+in_c = pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no C compiler")
 
 
 @needs_tilelang
+@in_c
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no C compiler")
+@pytest.mark.usefixtures("on_the_cpu")
 @pytest.mark.parametrize(
-    ("n", "dtype", "weights", "tokens", "hidden", "norm", "iters", "steps"),
+    ("n", "dtype", "weights", "lead", "hidden", "norm", "iters"),
     [
-        (4, torch.bfloat16, torch.float32, 21, 40, True, 20, 1),
-        (3, torch.float32, torch.float32, 5, 72, False, 1, 2),
-        (2, torch.float16, torch.bfloat16, 17, 136, True, 0, 3),
+        (4, torch.bfloat16, torch.float32, (3, 7), 40, True, 20),
+        (3, torch.float32, torch.float32, (5,), 72, False, 1),
+        (2, torch.float16, torch.bfloat16, (17,), 136, True, 0),
     ],
 )
-def test_the_programs_compute_what_the_oracle_does(
-    n: int,
-    dtype: torch.dtype,
-    weights: torch.dtype,
-    tokens: int,
-    hidden: int,
-    norm: bool,
-    iters: int,
-    steps: int,
-    monkeypatch: pytest.MonkeyPatch,
+def test_post_pre_computes_what_the_oracle_does(
+    n: int, dtype: torch.dtype, weights: torch.dtype, lead: tuple[int, ...], hidden: int, norm: bool, iters: int
 ) -> None:
-    from dsv4_compile.kernels.mhc import tilelang_kernels
-
-    monkeypatch.setattr(tilelang_kernels, "T", Serial())
-    case = make((tokens,), hidden, n, dtype=dtype, weights=weights, iters=iters)
+    case = make(lead, hidden, n, dtype=dtype, weights=weights, iters=iters)
     case = case if norm else replace(case, norm_weight=None)
-    logits, kind = (2 + n) * n, tilelang.TYPES[dtype]
-    of_mix = tilelang._mix_variant(FEW, n, hidden, logits, (kind, kind, kind, tilelang.TYPES[weights]), True)
-    splits = -(-of_mix.chunks // steps)
-    new, row = torch.empty(tokens, n, hidden), torch.empty(tokens, hidden)
-    post, comb = torch.empty(tokens, n), torch.empty(tokens, n, n)
-    dots, squares = torch.empty(splits, tokens, logits), torch.empty(splits, tokens)
-    c = case.map(lambda tensor: tensor.float())
-    fn = c.fn.view(logits, n, hidden)
-    on_the_cpu(tilelang_kernels.mix_kernel(of_mix), steps, c.x, c.residual, c.post, c.comb, new, fn, dots, squares)
-    of_finish = tilelang._finish_variant(n, hidden, logits, splits, (kind, FLOAT, FLOAT, kind if norm else "", FLOAT))
-    weight = c.base if c.norm_weight is None else c.norm_weight
-    on_the_cpu(
-        tilelang_kernels.finish_kernel(of_finish),
-        *(new, dots, squares, c.scale, c.base, weight, row, post, comb),
-        *tuple(case)[8:14],
-    )
-    assert torch.equal(new.to(dtype).float(), new)
-    assert distance(new, oracle_post(case)) <= {torch.bfloat16: 2e-3, torch.float16: 3e-4, torch.float32: 1e-6}[dtype]
-    assert_close((row, post, comb), oracle_pre(replace(case, residual=new)), 3e-7)
+    got = tilelang.mhc_post_pre(*case)
+    assert [tensor.dtype for tensor in got] == [dtype, dtype, torch.float32, torch.float32]
+    assert_no_farther_than_the_rounding(case, got)
+
+
+@needs_tilelang
+@in_c
+@pytest.mark.slow
+@pytest.mark.usefixtures("on_the_cpu")
+def test_the_other_operators_compute_what_the_oracle_does() -> None:
+    case = make((5,), 24, 2)
+    assert_close((tilelang.mhc_post(*case.expand()),), (oracle_post(case),))
+    assert_close(tilelang.mhc_pre(*case.pre(), deterministic=True), oracle_pre(case))
+    weights = (case.fn[:2], case.scale[:1], case.base[:2], case.norm_weight)
+    constants = (case.rms_eps, case.pre_eps, case.norm_eps)
+    wanted = reference.mhc_head(case.residual.double(), *(w.double() for w in weights), *constants, torch.float64)
+    assert_close((tilelang.mhc_head(case.residual, *weights, *constants, torch.float32),), (wanted,))
 
 
 # --------------------------------------------------------------------------------------------------------- on a GPU
@@ -399,16 +422,6 @@ def test_on_a_gpu_float32_matches_the_oracle_at_any_token_count(hidden: int) -> 
         case = make((tokens,), hidden, seed=tokens, device="cuda")
         assert_close(run(case), oracle(case))
         assert_served_by("tilelang", case)
-
-
-def assert_no_farther_than_the_rounding(case: Case, got: tuple[Tensor, ...]) -> None:
-    """The rounded outputs are a rounding away from float64, `post` and `comb` are exact for the residual."""
-    residual, row, post, comb = got
-    bound = {torch.bfloat16: 2e-3, torch.float16: 3e-4}[case.residual_dtype]
-    assert distance(residual, oracle_post(case)) < bound
-    wanted = oracle_pre(replace(case, residual=residual))
-    assert distance(row, wanted[0]) < bound
-    assert_close((post, comb), wanted[1:])
 
 
 @pytest.mark.gpu
