@@ -15,10 +15,10 @@ numbers, a residual is the sum of one (bfloat16), two (float16) or three (float3
 is added in float32. A row's result depends on the other rows only through the plan, which steps at the token counts in
 `PLANS`; with one plan for all (`deterministic`) it does not depend on them at all.
 
-The token count is a symbol of the programs, so is the number of slices: what is compiled (in some
-seconds; TileLang keeps it on disk) are two programs of the first kind and a few of the second, for each combination of
-shapes and dtypes. The package `tilelang` is imported when a tensor on a device that
-can be served is seen, and compiles with `nvcc`.
+The token count and the number of slices are symbols of the programs. For each combination of shapes and dtypes two
+programs of the first kind and a few of the second are compiled, in some seconds each, when they are first called, with
+`nvcc`; TileLang keeps them on disk. The package `tilelang` is imported when it is first asked whether this family can
+serve a tensor on such a device.
 
 Serves float32, bfloat16 and float16 residuals of 2 to 8 streams whose hidden size is a multiple of 8 and at most
 `MAX_HIDDEN`, on compute capability 9.0 and newer. Shapes and formulas: `reference.py`.
