@@ -8,7 +8,6 @@ once per cause on the logger `dsv4_compile.kernels`; it is never an exception.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import logging
 import sys
@@ -29,7 +28,7 @@ FAMILIES = ("tilelang", "triton", "cuda", "cpp", "reference")
 WISHES = ("auto", *FAMILIES)
 # Families whose order of summation follows the token count, unless they are told otherwise. (`mhc_post` has no sum that
 # could be cut up.)
-PLANNED = ("cuda", "triton")
+PLANNED = ("cuda", "tilelang", "triton")
 BEST = {"cuda": ("cuda", "triton", "reference"), "cpu": ("cpp", "reference")}
 
 # (wish, device, n, hidden, dtype) decide, so a call looks its family up instead of working it out.
@@ -77,8 +76,6 @@ def _choose(key: Key) -> tuple[str, str | None]:
 def _refusal(family: str, device: torch.device, n: int, hidden: int, dtype: torch.dtype) -> str | None:
     if family == "reference":
         return None
-    if family == "tilelang":
-        return f"no TileLang kernel exists yet ({_tilelang()})"
     try:
         module = _module(family)
     except Exception as error:
@@ -90,16 +87,6 @@ def _module(family: str) -> ModuleType:
     if family == "reference":
         return reference
     return importlib.import_module(f"dsv4_compile.kernels.mhc.{family}")
-
-
-@functools.cache
-def _tilelang() -> str:
-    """Whether the package `tilelang` can be imported, in words."""
-    try:
-        importlib.import_module("tilelang")
-    except Exception as error:
-        return f"the package tilelang cannot be imported either: {_brief(error)}"
-    return "the package tilelang itself can be imported"
 
 
 def _brief(error: Exception) -> str:
@@ -152,8 +139,8 @@ def warmup(max_tokens: int) -> int:
     """Choose and compile the kernels for every token count from 1 to `max_tokens`, so that serving compiles nothing.
 
     What else a kernel depends on (widths, dtypes, constants) is taken from the calls so far: call this after one
-    forward pass. It is for the family `cuda`; Triton's kernels are compiled when they are first called. Returns their
-    number.
+    forward pass. It is for the family `cuda`; those of Triton and TileLang are compiled when they are first called.
+    Returns their number.
     """
     if "dsv4_compile.kernels.mhc.cuda" not in sys.modules:
         return 0
@@ -171,7 +158,6 @@ def forget() -> None:
         _chosen.clear()
         _failures.clear()
         _warned.clear()
-        _tilelang.cache_clear()
 
 
 def _warn(reason: str) -> None:

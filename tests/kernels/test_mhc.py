@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import threading
-import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -587,33 +586,6 @@ def test_a_triton_that_cannot_be_imported_is_a_reason(monkeypatch: pytest.Monkey
     assert family == "cpp" and reason is not None and "could not be imported (ModuleNotFoundError" in reason
     on_cuda = families.resolve("auto", torch.device("cuda:0"), 4, 64, torch.bfloat16)
     assert on_cuda[0] == "reference"
-
-
-class RaisesAtImport:
-    """A finder for one package whose import fails in an unusual way."""
-
-    def __init__(self) -> None:
-        self.asked = 0
-
-    def find_spec(self, name: str, *_: Any) -> None:
-        if name == "tilelang":
-            self.asked += 1
-            raise OSError("libcuda.so.1: cannot open shared object file")
-
-
-def test_tilelang_resolves_to_the_next_family_and_is_imported_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    finder = RaisesAtImport()
-    monkeypatch.delitem(sys.modules, "tilelang", raising=False)
-    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
-    assert resolve("auto")[1] is None and finder.asked == 0
-    for hidden in (64, 72):
-        family, reason = resolve("tilelang", hidden=hidden)
-        assert family == "cpp" and reason is not None and "OSError: libcuda.so.1" in reason
-    assert finder.asked == 1
-
-    families.forget()
-    monkeypatch.setitem(sys.modules, "tilelang", types.ModuleType("tilelang"))
-    assert "itself can be imported" in (resolve("tilelang")[1] or "")
 
 
 def test_without_a_compiler_the_reference_serves(tmp_path: Any) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dsv4_compile.kernels.mhc import cuda, families
-from dsv4_compile.kernels.mhc.cuda import compilation
+from dsv4_compile.kernels.mhc.cuda import compilation, plans
 from tests.kernels.test_mhc import (
     SAME,
     Case,
@@ -34,13 +34,13 @@ from tests.kernels.test_mhc import (
     oracle_pre,
 )
 
-GPU_FAMILIES = ("cuda", "triton")
+GPU_FAMILIES = ("cuda", "triton", "tilelang")
 OPERATORS = ("mhc_post_pre", "mhc_pre", "mhc_post", "mhc_head")
 # Triton has no head: the reference serves it.
 WRITTEN = [(kernel, name) for kernel in GPU_FAMILIES for name in OPERATORS if (kernel, name) != ("triton", "mhc_head")]
 each_operator = pytest.mark.parametrize(("kernel", "operator"), WRITTEN)
 # Tensor cores cut off what does not fit the sum they add to; Triton's sums are long where tokens or columns are many.
-LONG_SUMS = {"cuda": SAME, "triton": 5e-6}
+LONG_SUMS = {"cuda": SAME, "triton": 5e-6, "tilelang": 5e-6}
 ROUNDED = {torch.float32: SAME, torch.bfloat16: 2e-3}  # bfloat16: a rounding is 2^-9 at most
 
 
@@ -133,7 +133,12 @@ def first_rows(case: Case, count: int) -> tuple[Any, ...]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("kernel", "ranges"), [("cuda", [(1, 32), (33, 64), (65, 256)]), ("triton", [(17, 64), (65, 256)])]
+    ("kernel", "ranges"),
+    [
+        ("cuda", [(1, 8), (9, 32), (33, 64), (65, 128), (129, 256)]),
+        ("tilelang", [(1, 16), (17, 64), (65, 256)]),
+        ("triton", [(17, 64), (65, 256)]),
+    ],
 )
 def test_on_a_gpu_rows_are_equal_within_one_plan(kernel: str, ranges: list[tuple[int, int]]) -> None:
     case = make((300,), 4096, dtype=torch.bfloat16, device="cuda")
@@ -258,11 +263,29 @@ def test_every_small_token_count_and_the_powers_of_two_are_right(kernel: str, op
     assert_served_by(kernel, most)
 
 
+def limits_of(kernel: str) -> list[float]:
+    """Token counts up to which a plan serves."""
+    if kernel == "cuda":
+        return list(plans.BUCKETS)
+    return [limit for limit, _ in importlib.import_module(f"dsv4_compile.kernels.mhc.{kernel}").PLANS]
+
+
 def compile_at_once(most: Case, counts: list[int]) -> None:
     """The CUDA family's kernels for so many tokens, in parallel: in turn they take most of a test's time."""
     n, hidden = most.residual.shape[-2:]
     used = (most.residual, most.residual, most.x, most.fn, most.base, most.norm_weight, most.residual)
-    common = (None, n, hidden, (2 + n) * n, most.iters, tuple(v.dtype for v in used), True, True, False, None)
+    common = (
+        None,
+        n,
+        hidden,
+        (2 + n) * n,
+        most.iters,
+        (*(v.dtype for v in used), torch.float32),
+        True,
+        True,
+        False,
+        None,
+    )
     capability = torch.cuda.get_device_capability()
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda count: compilation.cubin(cuda._chosen(count, *common), capability), counts))
@@ -275,8 +298,7 @@ def compile_at_once(most: Case, counts: list[int]) -> None:
 )
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
 def test_both_sides_of_every_threshold_are_right_with_bfloat16_weights(kernel: str, hidden: int, n: int) -> None:
-    plans = importlib.import_module(f"dsv4_compile.kernels.mhc.{kernel}").PLANS
-    limits = [int(limit) for limit, _ in plans if limit != math.inf]
+    limits = [int(limit) for limit in limits_of(kernel) if limit != math.inf]
     counts = [1, *(limit + k for limit in limits for k in (0, 1))]
     most = make((max(counts),), hidden, n, dtype=torch.bfloat16, weights=torch.bfloat16, device="cuda")
     if kernel == "cuda":
