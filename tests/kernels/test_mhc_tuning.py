@@ -521,7 +521,6 @@ def test_a_search_on_the_card_finds_a_plan_and_disturbs_nothing(cold: list[range
     wanted = oracle(case)
     torch.cuda.synchronize()
     seed, memory, stream = torch.cuda.get_rng_state(), torch.cuda.memory_allocated(), torch.cuda.current_stream()
-    free, _ = torch.cuda.mem_get_info()
     for tokens in (1, 20, 300):
         got = torch.ops.dsv4.mhc_post_pre(*first_rows(case, tokens), "cuda")
         assert_close(got, tuple(rows[:tokens] for rows in wanted))
@@ -530,7 +529,6 @@ def test_a_search_on_the_card_finds_a_plan_and_disturbs_nothing(cold: list[range
     assert all(0.5 < one["microseconds"] < 1000 for one in choices())
     assert torch.equal(torch.cuda.get_rng_state(), seed) and torch.cuda.current_stream() == stream
     assert torch.cuda.memory_allocated() == memory
-    assert free - torch.cuda.mem_get_info()[0] < 150 << 20  # code; the buffers of one search are about 100 MiB
     assert families.resolve("cuda", case.x.device, 3, 1000, torch.float32) == ("cuda", None)
 
 
