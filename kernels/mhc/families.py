@@ -29,6 +29,10 @@ WISHES = ("auto", *FAMILIES)
 # Families whose order of summation follows the token count, unless they are told otherwise. (`mhc_post` has no sum that
 # could be cut up.)
 PLANNED = ("cuda", "tilelang", "triton")
+# Those whose kernels are compiled when they are first called, at the latest by `warmup`, and for each operator how many
+# dimensions its arguments have without those of the tokens; the arguments behind them are the same for all tokens.
+COMPILED_WHEN_CALLED = ("triton", "tilelang")
+OF_A_TOKEN = {"mhc_pre": (2,), "mhc_head": (2,), "mhc_post": (1, 2, 1, 2), "mhc_post_pre": (1, 2, 1, 2)}
 BEST = {"cuda": ("cuda", "triton", "reference"), "cpu": ("cpp", "reference")}
 
 # (wish, device, n, hidden, dtype) decide, so a call looks its family up instead of working it out.
@@ -36,6 +40,8 @@ Key = tuple[str, torch.device, int, int, torch.dtype]
 _chosen: dict[Key, tuple[str, str | None, ModuleType]] = {}
 _failures: dict[tuple[str, str, int, int, torch.dtype], str] = {}
 _warned: set[str] = set()
+# Calls that `warmup` makes again, in order: family, operator, deterministic, and the arguments without their tokens.
+_remembered: dict[tuple[Any, ...], None] = {}
 _lock = threading.RLock()
 
 
@@ -117,6 +123,8 @@ def run(
         try:
             function = getattr(module, operator, getattr(reference, operator))
             planned = family in PLANNED and operator != "mhc_post" and function.__module__ == module.__name__
+            if family in COMPILED_WHEN_CALLED:
+                _remember(family, operator, arguments, deterministic)
             if deterministic and planned:
                 return function(*arguments, deterministic=True)
             return function(*arguments)
@@ -135,16 +143,43 @@ def _record(family: str, key: Key, reason: str) -> None:
         _chosen.clear()
 
 
+def _remember(family: str, operator: str, arguments: tuple[Any, ...], deterministic: bool) -> None:
+    """Keep what it takes to make such a call with another token count."""
+    lengths = OF_A_TOKEN[operator]
+    key = []
+    for i, argument in enumerate(arguments):
+        if isinstance(argument, Tensor):
+            shape = argument.shape[-lengths[i] :] if i < len(lengths) else argument.shape
+            argument = (shape, argument.dtype, argument.device)
+        key.append(argument)
+    _remembered[family, operator, deterministic, *key] = None
+
+
+def _call_again(family: str, operator: str, deterministic: bool, key: tuple[Any, ...], tokens: int) -> None:
+    arguments = list(key)
+    for i, argument in enumerate(key):
+        if isinstance(argument, tuple):
+            shape, dtype, device = argument
+            lead = (tokens,) if i < len(OF_A_TOKEN[operator]) else ()
+            arguments[i] = torch.zeros((*lead, *shape), dtype=dtype, device=device)
+    residual = arguments[1 if operator in ("mhc_post", "mhc_post_pre") else 0]
+    wide = any(value is torch.float64 for value in arguments)
+    run(operator, family, residual, tuple(arguments), wide, deterministic)
+
+
 def warmup(max_tokens: int) -> int:
     """Choose and compile the kernels for every token count from 1 to `max_tokens`, so that serving compiles nothing.
 
     What else a kernel depends on (widths, dtypes, constants) is taken from the calls so far: call this after one
-    forward pass. It is for the family `cuda`; those of Triton and TileLang are compiled when they are first called.
-    Returns their number.
+    forward pass. Kernels of Triton and TileLang are compiled by calls on zeros, one for each plan. Returns how many
+    kernels (of the family `cuda`) and calls were made ready. Not to be used while a stream is being captured.
     """
-    if "dsv4_compile.kernels.mhc.cuda" not in sys.modules:
-        return 0
-    return int(_module("cuda").warmup(max_tokens))
+    count = int(_module("cuda").warmup(max_tokens)) if "dsv4_compile.kernels.mhc.cuda" in sys.modules else 0
+    for family, operator, deterministic, *key in list(_remembered):
+        for tokens in [1, *(int(limit) + 1 for limit, _ in _module(family).PLANS if limit < max_tokens)]:
+            _call_again(family, operator, deterministic, tuple(key), tokens)
+            count += 1
+    return count
 
 
 def choices() -> list[dict[str, Any]]:
@@ -158,6 +193,7 @@ def forget() -> None:
         _chosen.clear()
         _failures.clear()
         _warned.clear()
+        _remembered.clear()
 
 
 def _warn(reason: str) -> None:

@@ -1,10 +1,12 @@
 """The mHC operators against a float64 oracle that shares no code with them, on the CPU."""
 
 import logging
+import math
 import os
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dsv4_compile.kernels.mhc import cpp, families, reference
+from dsv4_compile.kernels.mhc import cpp, families, reference, warmup
 
 FAMILIES = ("cpp", "reference")
 SAME = 1e-6  # relative, norm-wise: what float32 must keep
@@ -546,6 +548,52 @@ def test_a_family_that_raises_is_passed_over_with_one_warning(
     family, reason = resolve("auto")
     assert family == "reference" and reason is not None and "out of registers" in reason
     assert resolve("auto", hidden=72) == ("cpp", None)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_warmup_makes_the_calls_so_far_again_for_every_plan(
+    deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For families whose kernels are compiled when they are first called."""
+    calls: list[tuple[str, tuple[Any, ...], bool]] = []
+
+    def function(name: str) -> Callable[..., Any]:
+        def call(*arguments: Any, deterministic: bool = False) -> Any:
+            calls.append((name, arguments, deterministic))
+            return getattr(reference, name)(*arguments)
+
+        call.__module__ = "late"
+        return call
+
+    late = types.ModuleType("late")
+    late.PLANS = ((16, None), (64, None), (math.inf, None))  # type: ignore[attr-defined]
+    late.refusal = lambda *_: None  # type: ignore[attr-defined]
+    for name in ("mhc_pre", "mhc_post", "mhc_post_pre"):
+        setattr(late, name, function(name))
+    known = families._module
+    monkeypatch.setattr(families, "_module", lambda family: late if family == "triton" else known(family))
+    monkeypatch.delitem(sys.modules, "dsv4_compile.kernels.mhc.cuda", raising=False)  # it has its own warm-up
+    case = make((2, 3), 64, dtype=torch.bfloat16)
+    for _ in range(2):
+        torch.ops.dsv4.mhc_post_pre(*case, "triton", deterministic)
+        torch.ops.dsv4.mhc_pre(*case.pre(), "triton", deterministic)
+    torch.ops.dsv4.mhc_post(*case.expand(), "triton", deterministic, torch.float16)
+    real = {name: (arguments, how) for name, arguments, how in calls}
+    calls.clear()
+    assert warmup(64) == len(calls) == 3 * 2  # the plans up to 16 and up to 64
+    for name, arguments, how in calls:
+        before, wanted = real[name]
+        assert how == wanted == (deterministic and name != "mhc_post")
+        streams = 1 if name == "mhc_pre" else 4
+        for i, (again, once) in enumerate(zip(arguments, before, strict=True)):
+            if not isinstance(once, Tensor):
+                assert again == once
+                continue
+            assert again.dtype == once.dtype and again.device == once.device
+            assert again.shape == (once.shape if i >= streams else (again.shape[0], *once.shape[2:]))
+    assert [arguments[0].shape[0] for _, arguments, _ in calls] == [1, 17] * 3
+    families.forget()
+    assert warmup(64) == 0
 
 
 def test_running_out_of_memory_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:

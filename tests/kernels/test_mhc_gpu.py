@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4_compile.kernels.mhc import cuda, families
+from dsv4_compile.kernels.mhc import cuda, families, warmup
 from dsv4_compile.kernels.mhc.cuda import compilation, plans
 from tests.kernels.test_mhc import (
     SAME,
@@ -219,19 +219,16 @@ def test_on_a_gpu_it_runs_on_the_current_stream(kernel: str) -> None:
 
 
 @pytest.mark.gpu
-def test_triton_compiles_nothing_new_for_other_token_counts() -> None:
-    from dsv4_compile.kernels.mhc import triton
-
-    def compiled() -> int:
-        kernels = (triton.mix_kernel, triton.finish_kernel)
-        return sum(len(caches[0]) for kernel in kernels for caches in kernel.device_caches.values())
-
-    for tokens in (1, 17, 65, 257, 2049):
-        torch.ops.dsv4.mhc_post_pre(*make((tokens,), 512, device="cuda"), "triton")
-    before = compiled()
-    for tokens in (2, 3, 16, 32, 33, 64, 100, 256, 1000, 2048, 4096):
-        torch.ops.dsv4.mhc_post_pre(*make((tokens,), 512, device="cuda"), "triton")
-    assert compiled() == before
+@pytest.mark.parametrize("kernel", ["triton", "tilelang"])
+def test_after_warmup_no_token_count_compiles(kernel: str) -> None:
+    module = importlib.import_module(f"dsv4_compile.kernels.mhc.{kernel}")
+    torch.ops.dsv4.mhc_post_pre(*make((5,), 512, device="cuda"), kernel)
+    assert warmup(5000) >= len(module.PLANS)
+    before = dict(module._compiled)
+    for tokens in (1, 2, 3, 16, 17, 32, 33, 64, 100, 256, 1000, 2048, 4096, 5000):
+        torch.ops.dsv4.mhc_post_pre(*make((tokens,), 512, device="cuda"), kernel)
+    assert module._compiled == before
+    assert families.resolve(kernel, torch.device("cuda:0"), 4, 512, torch.float32) == (kernel, None)
 
 
 @pytest.mark.gpu
