@@ -79,13 +79,17 @@ def dsv4(
     key = memory.key_of(gm, example_inputs, chosen, patches)
     original = verification.copy_of(gm) if chosen.verify else None
     start = time.perf_counter()
+    size = len(gm.graph.nodes)
     with collecting() as collected:
         compiled = _compile(gm, example_inputs, chosen, patches, graph)
     _fill(graph, collected, time.perf_counter() - start, chosen, key)
+    graph.nodes = graph.nodes or size  # the passes, which count those of the functional graph, did not run
     _settle(report, graph, collected, chosen)
     memory.pack(collected, example_inputs, graph)
     if chosen.dump_dir is not None:
         dump.write_report(chosen.dump_dir, report)
+        if (problem := dump.problem(chosen.dump_dir)) is not None:
+            graph.notes.append(problem)
     logger.info("%s", report)
     if chosen.strict:
         _enforce(chosen, report, graph, collected)

@@ -13,9 +13,11 @@ from torch.fx import Graph
 from dsv4_compile.files import write_atomically
 from dsv4_compile.report import CompileReport
 
-__all__ = ["Writer", "write_report"]
+__all__ = ["Writer", "problem", "write_report"]
 
 logger = logging.getLogger("dsv4_compile")
+
+_problems: dict[str, str] = {}  # by folder
 
 
 @dataclass(frozen=True)
@@ -32,16 +34,23 @@ class Writer:
         except Exception as error:
             text = f"# print_readable failed: {error}\n{graph}"
         name = re.sub(r"\W+", "_", f"graph_{self.graph_id}")
-        _write(Path(self.folder) / name / f"{stage}.py", text)
+        _write(self.folder, f"{name}/{stage}.py", text)
 
 
 def write_report(folder: str, report: CompileReport) -> None:
     """Writes `report.json`, replacing the one of an earlier graph of the same process."""
-    _write(Path(folder) / "report.json", report.to_json())
+    _write(folder, "report.json", report.to_json())
 
 
-def _write(path: Path, text: str) -> None:
+def problem(folder: str) -> str | None:
+    """Why the dump in `folder` is not complete, or None."""
+    return _problems.get(folder)
+
+
+def _write(folder: str, name: str, text: str) -> None:
     try:
-        write_atomically(path, text)
+        write_atomically(Path(folder) / name, text)
     except OSError as error:
-        logger.warning("The dump could not be written: %s.", error)
+        if folder not in _problems:
+            _problems[folder] = f"the dump could not be written: {error}"
+            logger.warning("The dump could not be written: %s.", error)

@@ -34,12 +34,12 @@ def verified(compiled: Callable[..., Any], original: GraphModule, calls: int, gr
     what the uncompiled graph returned, so a wrong result or a wrong write into an input is never seen outside. After
     a difference every later call runs uncompiled.
     """
-    left = calls
+    left, compared = calls, 0
     failed = False
     written = _written(original)
 
     def call(*args: Any) -> Any:
-        nonlocal left, failed
+        nonlocal left, compared, failed
         if failed:
             return original(*args)
         if left == 0:
@@ -53,11 +53,14 @@ def verified(compiled: Callable[..., Any], original: GraphModule, calls: int, gr
         if any(not torch.equal(a, b) for a, b in zip(drawn, _random_states(args), strict=True)):
             graph.notes.append("verify: a call was not compared, because the graph draws random numbers")
             return expected
+        compared += 1
         problem = _difference(actual, expected) or _difference(copies, args)
         if problem is not None:
             failed = True
             graph.notes.append(f"verify: the compiled graph was dropped: {problem}")
             logger.warning("Graph %s runs uncompiled from now on: %s.", graph.id, problem)
+        elif left == 0:
+            graph.notes.append(f"verify: {compared} of the first {calls} calls were compared, and none differed")
         return expected
 
     return call

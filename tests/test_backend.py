@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import subprocess
 import sys
 from collections.abc import Callable
@@ -246,6 +247,7 @@ def test_training_is_compiled_without_replacements(make):
     assert (forms(), strategies()) == ([], [])
     assert "needs gradients" in notes()
     assert "needs gradients" in str(dsv4_compile.report())
+    assert all(graph.nodes > 0 for graph in dsv4_compile.report().graphs)
 
 
 def test_frozen_parameters_need_no_context():
@@ -452,7 +454,7 @@ def test_verify_passes_a_right_graph():
     for _ in range(4):
         assert error(without_grad(run, x), oracle_of(module, x)) < 1e-6
     assert forms() == FORMS
-    assert not notes()
+    assert notes() == "verify: 2 of the first 2 calls were compared, and none differed"
 
 
 def test_verify_drops_a_wrong_graph_and_says_so(monkeypatch):
@@ -494,7 +496,7 @@ def test_verify_writes_into_state_once(parameter):
         for a, b in zip(run(x), eager(x), strict=True):
             torch.testing.assert_close(a, b)
     torch.testing.assert_close(module.state, eager.state)
-    assert not notes()
+    assert notes() == "verify: 1 of the first 1 calls were compared, and none differed"
 
 
 @pytest.mark.parametrize(
@@ -509,7 +511,7 @@ def test_verify_takes_inputs_of_any_layout(view, cold):
     for _ in range(2):
         for a, b in zip(without_grad(run, x), without_grad(module, x), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    assert not notes()
+    assert notes() == "verify: 1 of the first 1 calls were compared, and none differed"
 
 
 def test_verify_leaves_random_numbers_to_the_uncompiled_graph():
@@ -545,12 +547,15 @@ def test_dump_has_every_stage_and_the_report(tmp_path):
     assert "dsv4.parallel_linear" in texts["projections"]
 
 
-def test_dump_that_cannot_be_written_breaks_nothing(tmp_path):
+def test_dump_that_cannot_be_written_breaks_nothing_and_is_told_once(tmp_path, caplog):
     (tmp_path / "file").write_text("in the way")
     module, x = Branches(), torch.randn(3, 16)
-    got = without_grad(compiled(module, dump_dir=str(tmp_path / "file")), x)
+    with caplog.at_level(logging.WARNING, "dsv4_compile"):
+        got = without_grad(compiled(module, dump_dir=str(tmp_path / "file")), x)
     for a, b in zip(got, without_grad(module, x), strict=True):
         torch.testing.assert_close(a, b)
+    assert sum("could not be written" in record.getMessage() for record in caplog.records) == 1
+    assert notes().startswith("the dump could not be written: ")
 
 
 def test_each_torch_compile_has_its_report():

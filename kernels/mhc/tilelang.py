@@ -156,7 +156,9 @@ def _compile(variant: Mix | Finish) -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
-def _mix_variant(plan: Plan, n: int, hidden: int, logits: int, types: tuple[str, ...], has_post: bool) -> Mix:
+def _mix_variant(
+    plan: Plan, n: int, hidden: int, logits: int, types: tuple[str, str, str, str, str], has_post: bool
+) -> Mix:
     """`types`: of the residual, the new one, x, fn, and of post and comb as they are multiplied."""
     from dsv4_compile.kernels.mhc.tilelang_kernels import Mix
 
