@@ -120,7 +120,7 @@ def _mhc_line(site: MhcSite) -> str:
     form = site.form.replace("_", "+") + ("+norm" if site.norm_fused else "")
     iters = "" if site.iters is None else f", {site.iters} Sinkhorn iterations"
     eps = ", ".join(f"{role} {value:g}" for role, value in site.eps.items())
-    rounded = f", post and comb rounded to {site.mixing}" if site.mixing in ("bfloat16", "float16") else ""
+    rounded = f", post and comb rounded to {site.mixing}" if site.mixing not in (None, "float32", "float64") else ""
     detail = f"{site.streams} streams x {site.hidden}{rounded}{iters}" + (f", eps: {eps}" if eps else "")
     return f"  mhc {form} at {site.site or '(unknown module)'}: kernel {site.kernel} ({detail})"
 

@@ -26,7 +26,7 @@ from dsv4_compile.passes.emission import call, cast, item, reshape_rows, transpo
 from dsv4_compile.passes.mhc_head import HeadMatch
 from dsv4_compile.passes.mhc_post import PostMatch
 from dsv4_compile.passes.mhc_pre import OnStreams, PreMatch
-from dsv4_compile.passes.region import ANALYTIC, Region, packet, shape, undisturbed, value
+from dsv4_compile.passes.region import ANALYTIC, PASSIVE, Region, packet, shape, undisturbed, value
 from dsv4_compile.passes.sites import MhcSite, Missed, PassResult, module_path
 
 __all__ = ["MhcPass"]
@@ -104,8 +104,15 @@ def _unled(pres: Sequence[PreMatch], posts: Sequence[PostMatch]) -> list[Missed]
     return [
         Missed("mhc", module_path(post.out.nodes(post.region)[0]), why)
         for post in posts
-        if post.comb not in known and post.comb.op == "call_function"
+        if post.comb not in known and _origin(post.comb).op == "call_function"
     ]
+
+
+def _origin(node: Node) -> Node:
+    """What `node` is, moved or cast."""
+    while node.op == "call_function" and packet(node) in PASSIVE and len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _unposted(pres: Sequence[PreMatch], posts: Sequence[PostMatch]) -> list[Missed]:
@@ -219,8 +226,9 @@ class _Rewrite:
     def _site(self, post: PostMatch | None, pre: PreMatch | None, family: str) -> MhcSite:
         mixing = None
         if post is not None:
-            dtype = post.mixing or reference.compute_dtype(value(post.residual).dtype)
-            mixing = str(dtype).removeprefix("torch.")
+            plain = reference.compute_dtype(value(post.residual).dtype)
+            dtypes = [rounding[-1] if rounding else plain for rounding in post.rounding]
+            mixing = "/".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(dtypes))
         if pre is None:
             assert post is not None
             where = module_path(post.out.nodes(post.region)[0])
@@ -244,22 +252,23 @@ class _Rewrite:
         dtype = precision(match.region, match.out)
         first = match.out.nodes(match.region)[0]
         with self.graph.inserting_before(first):
-            inputs = self._post_inputs(match)
+            inputs, mixing = self._post_inputs(match)
             if pre is None:
                 target = torch.ops.dsv4.mhc_post.default
-                made = call(self.graph, target, (*inputs, dtype, *self._how(match.mixing)), like=first)
+                made = call(self.graph, target, (*inputs, dtype, *self._how(mixing)), like=first)
                 residual = made
             else:
                 arguments, out_dtype = self._parameters(pre, first)
                 target = torch.ops.dsv4.mhc_post_pre.default
-                arguments = (*inputs, *arguments, dtype, out_dtype, *self._how(match.mixing))
+                arguments = (*inputs, *arguments, dtype, out_dtype, *self._how(mixing))
                 made = call(self.graph, target, arguments, like=first)
                 residual, x, post, comb = (item(self.graph, made, i) for i in range(4))
         self._replace(match.region, match.out, residual)
         if pre is not None:
             self._put(pre, x, post, comb)
 
-    def _post_inputs(self, match: PostMatch) -> list[Node]:
+    def _post_inputs(self, match: PostMatch) -> tuple[list[Node], torch.dtype | None]:
+        """The operator's first arguments, and what it is to round `post` and `comb` to."""
         dims = shape(match.residual) or ()
         lead = dims[: -1 if match.flat else -2]
         post, comb, turned = self._now(match.post), self._now(match.comb), match.transposed
@@ -270,7 +279,18 @@ class _Rewrite:
             if match.comb in made.match.comb.nodes(region):
                 comb = self._with_lead(made.comb, lead, 2)
                 turned ^= region.index[match.comb] in made.match.comb.flipped
-        return [self._now(match.x), self._streams(match), post, transpose(self.graph, comb) if turned else comb]
+        mixing = None
+        if match.rounding[0] == match.rounding[1] and len(match.rounding[0]) < 2:
+            mixing = next(iter(match.rounding[0]), None)
+        else:  # the operator rounds both to one dtype, or neither
+            post, comb = (self._rounded(*pair) for pair in zip((post, comb), match.rounding, strict=True))
+        comb = transpose(self.graph, comb) if turned else comb
+        return [self._now(match.x), self._streams(match), post, comb], mixing
+
+    def _rounded(self, node: Node, rounding: Sequence[torch.dtype]) -> Node:
+        for dtype in rounding:
+            node = cast(self.graph, node, dtype)
+        return node
 
     def _with_lead(self, node: Node, lead: Sequence[int | torch.SymInt], features: int) -> Node:
         """`node` with the leading axes `lead`: the same rows, counted in another way."""

@@ -29,8 +29,7 @@ from dsv4_compile.passes.classes import Carriers, carriers, is_wider, same_shape
 from dsv4_compile.passes.mhc_pre import STREAMS, OnStreams, PreMatch
 from dsv4_compile.passes.region import (
     ANALYTIC,
-    CAST,
-    LAYOUT,
+    PASSIVE,
     VIEW,
     Region,
     aten,
@@ -46,23 +45,24 @@ from dsv4_compile.passes.region import (
 
 __all__ = ["PostMatch", "find"]
 
-_PASSIVE = VIEW | CAST | LAYOUT
 _MOVES = VIEW | {aten.permute, aten.transpose, aten.t, aten.clone, aten.expand}
-_ROUNDED = (torch.bfloat16, torch.float16)
 _DRAWS = 2
+
+# The dtypes that a number is rounded to, one after the other; those that hold it exactly are left out.
+Rounding = tuple[torch.dtype, ...]
 
 
 @dataclass(frozen=True)
 class PostMatch(OnStreams):
-    """One proved `hc_post`. `transposed` = the author sums over the second index of `comb`. `mixing` = the dtype of 16
-    bits that the author rounds `post` and `comb` to, or None."""
+    """One proved `hc_post`. `transposed` = the author sums over the second index of `comb`. `rounding` = how the author
+    rounds `post` and `comb` before they are multiplied."""
 
     x: Node
     residual: Node
     post: Node
     comb: Node
     transposed: bool
-    mixing: torch.dtype | None
+    rounding: tuple[Rounding, Rounding]
     n: int
     hidden: int
     region: Region
@@ -177,7 +177,7 @@ def _sums(mix: Node) -> Iterator[tuple[Node, Node]]:
                 yield user, user.args[1] if user.args[0] is node else user.args[0]
             elif op is aten.addcmul and user.args[0] is node:
                 yield user, user
-            elif op in _PASSIVE or op in (aten.sum, aten.mean):
+            elif op in PASSIVE or op in (aten.sum, aten.mean):
                 pending.append(user)
 
 
@@ -217,13 +217,18 @@ def _match(candidate: _Candidate, order: dict[Node, int]) -> PostMatch | None:
     out, transposed = found
     if is_wider(region, candidate.residual, out):
         return None
+    rounding = _rounding(region, out, candidate.post, candidate.comb)
+    if rounding is None:
+        return None
     hidden = int((shape(candidate.x) or (0,))[-1])
-    mixing = _mixing(region, out, candidate.post, candidate.comb)
-    return PostMatch(*roles, transposed, mixing, n, hidden, region, out)
+    return PostMatch(*roles, transposed, rounding, n, hidden, region, out)
 
 
-def _mixing(region: Region, out: Carriers, *weights: Node) -> torch.dtype | None:
-    """The one dtype of 16 bits in which all of `weights` reach every product that `out` is made of, or None."""
+def _rounding(region: Region, out: Carriers, post: Node, comb: Node) -> tuple[Rounding, Rounding] | None:
+    """How `post` and `comb` are rounded on their ways to the products that `out` is made of.
+
+    None when one of them is rounded in one way for some products and in another for others: that is not the formula.
+    """
     needed: set[Node] = set()
     pending = out.nodes(region)
     while pending:
@@ -231,26 +236,31 @@ def _mixing(region: Region, out: Carriers, *weights: Node) -> torch.dtype | None
         if node in region.index and node not in region.seeds and node not in needed:
             needed.add(node)
             pending += node.all_input_nodes
-    dtypes = {dtype for weight in weights for dtype in _arrivals(weight, needed)}
-    dtype = dtypes.pop() if len(dtypes) == 1 else None
-    return dtype if dtype in _ROUNDED else None
+    of_post, of_comb = _arrivals(post, needed), _arrivals(comb, needed)
+    if len(of_post) > 1 or len(of_comb) > 1:
+        return None
+    return next(iter(of_post), ()), next(iter(of_comb), ())
 
 
-def _arrivals(weight: Node, needed: set[Node]) -> set[torch.dtype]:
-    """The narrowest dtype on each way from `weight`, moved and cast, to the arithmetic among the nodes `needed`."""
+def _arrivals(weight: Node, needed: set[Node]) -> set[Rounding]:
+    """What happens to `weight`, moved and cast, on each way to the arithmetic among the nodes `needed`."""
+    start = value(weight).dtype
+    # A weight that comes in 16 bits has been rounded before: what takes its place may not be.
+    pending = [(weight, (start,) if start.itemsize == 2 else ())]
     found, seen = set(), set()
-    pending = [(weight, value(weight).dtype)]
     while pending:
-        node, dtype = pending.pop()
-        if (node, dtype) in seen:
+        node, rounding = pending.pop()
+        if (node, rounding) in seen:
             continue
-        seen.add((node, dtype))
+        seen.add((node, rounding))
         for user in needed.intersection(node.users):
-            if packet(user) in _PASSIVE or packet(user) is operator.getitem:
-                own = value(user).dtype if is_floating(user) else dtype
-                pending.append((user, min(dtype, own, key=lambda d: torch.finfo(d).bits)))
+            if packet(user) in PASSIVE or packet(user) is operator.getitem:
+                held = rounding[-1] if rounding else start
+                own = value(user).dtype if is_floating(user) else held
+                exact = own == held or own.itemsize > held.itemsize
+                pending.append((user, rounding if exact else (*rounding, own)))
             else:
-                found.add(dtype)
+                found.add(rounding)
     return found
 
 

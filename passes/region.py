@@ -54,7 +54,8 @@ POINTWISE = _packets(
 REDUCTION = _packets("sum mean amax _softmax _log_softmax logsumexp linalg_vector_norm var")
 CUT = _packets("select slice split split_with_sizes unbind")
 PRODUCT = _packets("mm bmm addmm baddbmm mv dot")
-ANALYTIC = CAST | VIEW | LAYOUT | POINTWISE | REDUCTION | PRODUCT
+PASSIVE = VIEW | CAST | LAYOUT  # numbers are moved and cast, not computed
+ANALYTIC = PASSIVE | POINTWISE | REDUCTION | PRODUCT
 
 _WIDE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _REGION_LIMIT = 4000

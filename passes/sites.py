@@ -37,7 +37,7 @@ class ProjectionGroup:
 class MhcSite:
     """One piece of mHC arithmetic. `kernel` is the family that runs it; "inductor" where it was left as it is.
     `mixing` is the dtype that `post` and `comb` are rounded to before they are multiplied: "float32" (or "float64" of a
-    float64 residual) where they are not; None without `hc_post`."""
+    float64 residual) where they are not, "bfloat16/float32" where only `post` is; None without `hc_post`."""
 
     site: str
     form: Literal["pre", "post", "post_pre", "head"]

@@ -66,6 +66,7 @@ def pretend(card: Card, patch: pytest.MonkeyPatch) -> Timer:
     patch.setattr(cuda, "_card", lambda index: card)
     patch.setattr(cache, "version", lambda: "test")
     patch.setattr(tuning, "_capturing", lambda index: False)
+    patch.setattr(tuning, "_drain", lambda index: None)
     patch.setattr(timing, "measure", timer)
     return timer
 
@@ -431,15 +432,46 @@ def test_a_file_that_cannot_be_replaced_is_one_reason_and_the_search_counts(
     assert len(timer.calls) == 2 and sources() == {"searched"} and len(caplog.records) == 1
 
 
-def test_a_lock_that_is_not_released_is_waited_for_in_vain(
+def test_a_lock_that_is_not_released_is_waited_for_in_vain_and_tried_again_later(
     timer: Timer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(cache, "PATIENCE", 0.2)
+    monkeypatch.setattr(tuning, "PATIENCE", 0.2)
     with cache.lock(ADA):
+        default = variant(1)
+    (entry,) = choices()
+    assert timer.calls == [] and "others have been searching" in entry["source"] and len(caplog.records) == 1
+    assert variant(1) == default and timer.calls == []  # at once: it waits a while before it tries again
+    monkeypatch.setattr(tuning.time, "monotonic", lambda now=tuning.time.monotonic: now() + tuning.AGAIN)
+    assert variant(1) != default and len(timer.calls) == 1 and sources() == {"searched"}
+
+
+def test_what_a_busy_neighbour_has_found_is_used_while_it_goes_on_searching(timer: Timer, tmp_path: Path) -> None:
+    variant(1)
+    kept = file(tmp_path)
+    content = kept.read_text()
+    kept.unlink()
+    clear()
+    with cache.lock(ADA):
+        late = threading.Timer(0.4, kept.write_text, [content])
+        late.start()
+        start = time.monotonic()
         variant(1)
-    assert timer.calls == [] and "Timeout" in caplog.text
+        late.join()
+    assert sources() == {"cached"} and len(timer.calls) == 1 and time.monotonic() - start < tuning.PATIENCE / 2
+
+
+def test_what_was_queued_is_waited_for_before_a_lock_is_held(timer: Timer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be a collective, for which another thread or process is needed that waits for the same lock."""
+    free: list[bool] = []
+
+    def drain(index: int) -> None:
+        with cache.lock(ADA).acquire(timeout=0):
+            free.append(not tuning._locks[index].locked())
+
+    monkeypatch.setattr(tuning, "_drain", drain)
+    variant(1)
     variant(100)
-    assert len(timer.calls) == 1
+    assert free == [True, True] and len(timer.calls) == 2
 
 
 def search_in_a_process(notes: Path, number: int) -> None:

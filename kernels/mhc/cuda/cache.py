@@ -25,7 +25,6 @@ from dsv4_compile.kernels.mhc.cuda.plans import BUCKETS, Card, Plan, Problem, il
 __all__ = ["Found", "label", "lock", "read", "write"]
 
 SCHEMA = 1
-PATIENCE = 120.0  # seconds to wait for the searches of other processes
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ def lock(card: Card) -> BaseFileLock:
     """
     path = _path(card)
     path.parent.mkdir(parents=True, exist_ok=True)
-    return FileLock(f"{path}.lock", timeout=PATIENCE)
+    return FileLock(f"{path}.lock")
 
 
 def read(problem: Problem, passed_over: Callable[[str], None]) -> dict[float, Found]:
@@ -136,5 +135,6 @@ def _path(card: Card) -> Path:
 def version() -> str:
     """A hash of what can make another plan the fastest: the kernels, the plans there are, the compiler."""
     _, nvrtc = bindings()
-    parts = [*sources().values(), (FOLDER / "plans.py").read_bytes(), repr(nvrtc.nvrtcVersion()).encode()]
+    python = [(FOLDER / name).read_bytes() for name in ("plans.py", "compilation.py", "launch.py", "timing.py")]
+    parts = [*sources().values(), *python, repr(nvrtc.nvrtcVersion()).encode()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()

@@ -264,7 +264,7 @@ def fitting(plan: Plan, n: int, hidden: int, logits: int, token_bytes: int, shar
     fixed = max(sums, weights) + 1024
     limit = min(shared_limit, TWO_BLOCKS)
     if plan.whole and plan.vec == 8 and plan.staged_bytes(token_bytes) + fixed > limit:
-        plan = dataclasses.replace(plan, vec=4, steps=2 * plan.steps)
+        plan = dataclasses.replace(plan, vec=4, steps=min(2 * plan.steps, RANGES["steps"][-1]))
     if plan.whole and plan.staged_bytes(token_bytes) + fixed > shared_limit:
         plan = dataclasses.replace(plan, stages=1)
     if plan.whole and plan.staged_bytes(token_bytes) + fixed > shared_limit:

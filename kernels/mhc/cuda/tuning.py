@@ -4,21 +4,27 @@ A problem that is not `shipped` gets a search for each bucket: at the first call
 `DSV4_TUNE=1` also searches where plans are shipped; `DSV4_TUNE=0` neither searches nor reads what was found before.
 Nothing is timed while the stream is being captured: the default plan serves, and a later call makes up for the search.
 Where a search is impossible the default serves for good, and the reason is logged once. Nothing here raises.
+
+A caller may have queued a collective that another thread or process must join first. So it waits for its own stream
+before it takes a lock, looks again and again whether what it wants has been found, and does not wait for ever.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
 import os
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from filelock import Timeout
 
 from dsv4_compile.kernels.mhc.cuda import cache, timing
 from dsv4_compile.kernels.mhc.cuda.compilation import Variant
@@ -28,21 +34,26 @@ __all__ = ["Choice", "choice", "choices", "forget", "settle"]
 
 logger = logging.getLogger("dsv4_compile.kernels")
 
+PATIENCE = 60.0  # seconds that a caller waits for the searches of others
+AGAIN = 60.0  # seconds after which it tries again
+SLICE = 0.1  # seconds between two looks at what has been found
+
 
 @dataclass(frozen=True)
 class Choice:
     """A plan, where it comes from ("shipped", "searched", "cached" or "default: ..."), and how long a call took.
 
-    One that is not settled may still be replaced.
+    One that is not settled may still be replaced, by a call at `again` (`time.monotonic()`) or later.
     """
 
     plan: Plan
     source: str
     microseconds: float | None = None
     settled: bool = True
+    again: float = 0.0
 
 
-_lock = threading.Lock()  # of a search
+_locks: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)  # of a search, by device
 _choices: dict[tuple[Problem, float], Choice] = {}
 _told: set[str] = set()
 
@@ -65,8 +76,8 @@ def settle(problem: Problem, tokens: int, make: Callable[[Plan], Variant], index
     """
     key = problem, bucket_of(tokens)
     known = _choices.get(key)
-    if known is not None and known.settled:
-        return True
+    if known is not None and (known.settled or time.monotonic() < known.again):
+        return known.settled
     if (found := _known_ahead(*key, index)) is not None:
         _choices[key] = found
         return True
@@ -74,11 +85,8 @@ def settle(problem: Problem, tokens: int, make: Callable[[Plan], Variant], index
     if _capturing(index):
         waiting = Choice(plan_for(tokens, problem), "default: the stream is being captured", settled=False)
         return _choices.setdefault(key, waiting).settled
-    with _lock:
-        known = _choices.get(key)
-        if known is None or not known.settled:
-            _choices[key] = _searched(*key, make, index)
-    return True
+    found = _choices[key] = _searched(*key, make, index)
+    return found.settled
 
 
 def _known_ahead(problem: Problem, bucket: float, index: int | None) -> Choice | None:
@@ -99,32 +107,57 @@ def _kept(problem: Problem, bucket: float) -> Choice | None:
 
 
 def _searched(problem: Problem, bucket: float, make: Callable[[Plan], Variant], index: int) -> Choice:
-    """The fastest of a few plans; what another process has found while this one waited for the lock; or the default."""
+    """The fastest of a few plans; what another thread or process has found while this one waited; or the default."""
+    _drain(index)
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        known = _choices.get((problem, bucket))
+        found = known if known is not None and known.settled else _kept(problem, bucket)
+        if found is not None:
+            return found
+        with contextlib.ExitStack() as held:
+            try:
+                if _locked(held, problem, index):
+                    return _kept(problem, bucket) or _search(problem, bucket, make, index)
+            except (OSError, NotImplementedError) as error:
+                return _default(problem, bucket, f"what a search finds cannot be kept ({_brief(error)})")
+        if time.monotonic() >= deadline:
+            waiting = _default(problem, bucket, f"others have been searching for {PATIENCE:.0f} seconds")
+            return dataclasses.replace(waiting, settled=False, again=time.monotonic() + AGAIN)
+
+
+def _locked(held: contextlib.ExitStack, problem: Problem, index: int) -> bool:
+    """Takes the locks of the device and of the card's file, unless others have one of them."""
+    if not _locks[index].acquire(timeout=SLICE):
+        return False
+    held.callback(_locks[index].release)
     try:
-        held = cache.lock(problem.card).acquire()
-    except (OSError, NotImplementedError) as error:  # among them that the patience is over
-        return _default(problem, bucket, f"what a search finds cannot be kept ({_brief(error)})")
-    with held:
-        if (kept := _kept(problem, bucket)) is not None:
-            return kept
-        start = time.monotonic()
-        counts = counts_of(bucket)
-        try:
-            variants = list(dict.fromkeys(make(plan) for plan in candidates(counts[-1], problem)))
-            times = timing.measure(variants, counts, index)
-            best = min(times, key=times.__getitem__)
-        except Exception as error:
-            return _default(problem, bucket, f"the search failed ({_brief(error)})")
-        found = cache.Found(best.plan, times[best])
-        logger.info(
-            "mHC, %s, up to %s tokens: %s takes %.1f us; %d plans were timed in %.1f s",
-            *(cache.label(problem), bucket, found.plan, found.microseconds, len(times), time.monotonic() - start),
-        )
-        try:
-            cache.write(problem, bucket, found)
-        except OSError as error:
-            _warn(f"What a search finds cannot be kept ({_brief(error)})")
-        return Choice(found.plan, "searched", found.microseconds)
+        held.enter_context(cache.lock(problem.card).acquire(timeout=SLICE))
+    except Timeout:
+        return False
+    return True
+
+
+def _search(problem: Problem, bucket: float, make: Callable[[Plan], Variant], index: int) -> Choice:
+    """Times a few plans and keeps the fastest. By the holder of the locks."""
+    start = time.monotonic()
+    counts = counts_of(bucket)
+    try:
+        variants = list(dict.fromkeys(make(plan) for plan in candidates(counts[-1], problem)))
+        times = timing.measure(variants, counts, index)
+        best = min(times, key=times.__getitem__)
+    except Exception as error:
+        return _default(problem, bucket, f"the search failed ({_brief(error)})")
+    found = cache.Found(best.plan, times[best])
+    logger.info(
+        "mHC, %s, up to %s tokens: %s takes %.1f us; %d plans were timed in %.1f s",
+        *(cache.label(problem), bucket, found.plan, found.microseconds, len(times), time.monotonic() - start),
+    )
+    try:
+        cache.write(problem, bucket, found)
+    except OSError as error:
+        _warn(f"What a search finds cannot be kept ({_brief(error)})")
+    return Choice(found.plan, "searched", found.microseconds)
 
 
 def _default_plan(problem: Problem, bucket: float) -> Plan:
@@ -147,6 +180,11 @@ def _mode() -> str:
 def _capturing(index: int) -> bool:
     with torch.cuda.device(index):
         return torch.cuda.is_current_stream_capturing()
+
+
+def _drain(index: int) -> None:
+    """Waits for what the caller has queued."""
+    torch.cuda.current_stream(index).synchronize()
 
 
 def _brief(error: Exception) -> str:
@@ -178,6 +216,5 @@ def choices() -> list[dict[str, Any]]:
 
 def forget() -> None:
     """Choose again and warn again; what is on disk stays. For tests: kernels chosen before are remembered elsewhere."""
-    with _lock:
-        _choices.clear()
-        _told.clear()
+    _choices.clear()
+    _told.clear()
