@@ -1,9 +1,10 @@
 """Python floats of the model under `dynamic=True`.
 
 There Dynamo makes every float it meets a graph input, the epsilons of the model among them, and a formula with unknown
-constants cannot be recognised. The floats that come from a module's attributes or are global variables are made
-constants again, with a guard on their value: the same restart of the analysis that Dynamo uses itself for floats it
-cannot pass on. A float that is an argument of the compiled function stays one.
+constants cannot be recognised. The floats that come from a module's attributes are made constants again, with a guard
+on their value, and so are those of global variables that are small enough to be an epsilon: the same restart of the
+analysis that Dynamo uses itself for floats it cannot pass on. Others stay inputs, because a guard on a number that
+changes means a compilation for each value.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from torch.fx import GraphModule
 from dsv4_compile.passes.mhc_pre import is_mixing_shape
 
 __all__ = ["fix_model_floats"]
+
+_EPSILON = 1e-2  # at most
 
 
 def fix_model_floats(gm: GraphModule) -> None:
@@ -45,11 +48,11 @@ def _mixes(example: Any) -> bool:
 
 
 def _float_name(node: torch.fx.Node) -> str | None:
-    """Dynamo's name of the float behind a graph input, when it is an attribute of a module or a global variable."""
+    """Dynamo's name of the float behind a graph input, when it is an attribute of a module or a global epsilon."""
     try:
         origin = node.meta["grapharg"].source.guard_source
-        if not origin.is_unspecialized_nn_module() and origin is not GuardSource.GLOBAL:
-            return None
-        return str(node.meta["example_value"].item_memo.node._expr.name)
+        number = node.meta["example_value"].item_memo.node
+        is_epsilon = origin is GuardSource.GLOBAL and 0 < abs(float(number.hint)) <= _EPSILON
+        return str(number._expr.name) if is_epsilon or origin.is_unspecialized_nn_module() else None
     except (AttributeError, KeyError, TypeError):
         return None

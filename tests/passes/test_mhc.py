@@ -357,6 +357,27 @@ def test_symbolic_shapes(name):
     assert [forms(g) for g in graphs] == [["pre", "post_pre", "post"]] * len(graphs), graphs
 
 
+GAIN = 1.5
+
+
+def test_a_global_float_that_changes_is_no_constant_with_symbolic_shapes(monkeypatch):
+    """A guard on its value would mean a compilation for each."""
+
+    class Scaled(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * GAIN
+
+    torch.manual_seed(0)
+    module = Scaled(hf_pre, hf_post)
+    compiled = torch.compile(module, backend="dsv4", options={"compiler": "eager"}, dynamic=True)
+    for gain in (1.5, 1.0, 2.25):
+        monkeypatch.setitem(Scaled.forward.__globals__, "GAIN", gain)
+        x = residual(4, 2, 5, 4, 64)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x), module(x), rtol=1e-4, atol=1e-4)
+    assert [forms(graph) for graph in dsv4_compile.report().graphs] == [["pre", "post_pre", "post"]]
+
+
 @pytest.mark.parametrize("name", TOKEN_DEPENDENT)
 def test_what_follows_the_token_count_is_kept(name):
     def pre(x: Tensor, p: object) -> tuple[Tensor, Tensor, Tensor]:
