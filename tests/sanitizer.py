@@ -4,7 +4,7 @@
     python -m tests.sanitizer --tools memcheck
 
 For each stream count, hidden size and dtype a process of its own calls each operator of each family at several token
-counts, deterministic or not, and `post_pre` of the CUDA family with each of its plans. They run side by side: first
+counts, deterministic or not, and `post_pre` of the CUDA family with each shipped plan. They run side by side: first
 without a tool, which compiles everything, then under each of these:
 
 - memcheck: accesses out of bounds or misaligned. Torch's allocator is switched off, because it gives out parts of large
@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from dsv4_compile.kernels.mhc import cuda, families
+from dsv4_compile.kernels.mhc.cuda.plans import SHIPPED
 from tests.kernels.test_mhc import Case, distance, make, oracle_post, oracle_pre
 from tests.kernels.test_mhc_gpu import OPERATORS, arguments_of, first_rows
 
@@ -70,7 +71,8 @@ def calls(most: Case, family: str) -> Iterator[tuple[str, Case, tuple[Tensor, ..
         got = getattr(torch.ops.dsv4, operator)(*arguments, family, deterministic)
         yield operator, case, (got,) if isinstance(got, Tensor) else tuple(got)
     if family == "cuda":
-        for tokens, (_, plan) in itertools.product(TOKENS, cuda.PLANS):
+        plans = dict.fromkeys(plan for table in SHIPPED.values() for _, plan in table)
+        for tokens, plan in itertools.product(TOKENS, plans):
             case = Case(*first_rows(most, tokens))
             yield "mhc_post_pre", case, cuda.mhc_post_pre(*on_the_device(case), plan=plan)
 
