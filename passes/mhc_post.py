@@ -246,8 +246,9 @@ def _arrivals(weight: Node, needed: set[Node]) -> set[Rounding]:
     """What happens to `weight`, moved and cast, on each way to the arithmetic among the nodes `needed`."""
     start = value(weight).dtype
     # A weight that comes in 16 bits has been rounded before: what takes its place may not be.
-    pending = [(weight, (start,) if start.itemsize == 2 else ())]
-    found, seen = set(), set()
+    pending: list[tuple[Node, Rounding]] = [(weight, (start,) if start.itemsize == 2 else ())]
+    found: set[Rounding] = set()
+    seen = set()
     while pending:
         node, rounding = pending.pop()
         if (node, rounding) in seen:
