@@ -1,8 +1,8 @@
 """A head that predicts a further token (MTP) beside its main model: the same path, and the same streams.
 
-transformers ships no such head for DeepSeek-V4, so it is built here the way DeepSeek's own code does (a projection of the
-embedding and one of the streams, then a decoder layer), from transformers' decoder layer, hyper-connection head and norms.
-For DeepSeek-V3 transformers has one.
+transformers ships no such head for DeepSeek-V4. It is built here the way DeepSeek's own code does, a projection of the
+embedding and one of the streams and then a decoder layer, from the layer, the hyper-connection head and the norms of
+transformers. For DeepSeek-V3 transformers has one.
 """
 
 from __future__ import annotations
