@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from dsv4_compile.kernels.streams import stream_counts
 from dsv4_compile.passes.sites import LinearInfo, MhcSite, Missed, PassResult, ProjectionGroup
 
 __all__ = ["CompileReport", "CudaGraphs", "GraphReport", "Piece", "new_report", "report", "reports"]
@@ -47,7 +48,8 @@ class GraphReport:
     """One graph that Dynamo handed over.
 
     `pieces` and `cudagraphs` describe capture; the graph is one compiled piece in this release, and Inductor's own
-    CUDA graphs (`mode="reduce-overhead"`) are not counted here.
+    CUDA graphs (`mode="reduce-overhead"`) are not counted here. `streams` is how many auxiliary streams the graph asks
+    for, at most the option `num_streams`; on a device without streams it asks and gets none.
     """
 
     id: str
@@ -59,6 +61,7 @@ class GraphReport:
     missed: list[Missed] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
     cudagraphs: CudaGraphs = field(default_factory=CudaGraphs)
+    streams: int = 0
     notes: list[str] = field(default_factory=list)
 
     def add(self, result: PassResult) -> None:
@@ -66,6 +69,7 @@ class GraphReport:
         self.mhc += result.mhc
         self.projections += result.projections
         self.missed += result.missed
+        self.streams = max([self.streams, *(linear.stream for g in result.projections for linear in g.linears)])
 
 
 @dataclass
@@ -84,9 +88,14 @@ class CompileReport:
         for option, value, reason in result.effective:
             self.effective[option] = {"value": value, "reason": reason}
 
+    @property
+    def streams(self) -> dict[str, int]:
+        """Auxiliary streams that exist in this process now, by device: those of every model, as they share them."""
+        return stream_counts()
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe. `effective` maps an option to its value, or to {"value", "reason"} where it differs."""
-        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        plain: dict[str, Any] = json.loads(json.dumps({**dataclasses.asdict(self), "streams": self.streams}))
         return plain
 
     def to_json(self) -> str:
@@ -98,6 +107,8 @@ class CompileReport:
         for option, value in self.effective.items():
             if isinstance(value, Mapping) and set(value) == {"value", "reason"}:
                 lines.append(f"  {option}: {self.requested[option]} -> {value['value']} ({value['reason']})")
+        for device, count in self.streams.items():
+            lines.append(f"  auxiliary streams of {device}: {count}, shared by every model of the process")
         for graph in self.graphs:
             lines += _graph_lines(graph)
         return "\n".join(lines)

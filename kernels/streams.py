@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-__all__ = ["auxiliary_streams", "execute_in_parallel", "leased_events", "serial", "stream_count"]
+__all__ = ["auxiliary_streams", "execute_in_parallel", "leased_events", "serial", "stream_count", "stream_counts"]
 
 _POOL_SIZE = 32
 """PyTorch makes this many streams per device and priority and hands them out in turn."""
@@ -92,6 +92,11 @@ def stream_count(device: torch.device | int | str) -> int:
     index = _index(device)
     entry = _devices.get(index) if index is not None else None
     return len(entry.streams) if entry is not None else 0
+
+
+def stream_counts() -> dict[str, int]:
+    """How many auxiliary streams each device has by now (`{"cuda:0": 3}`), those with none left out; makes none."""
+    return {f"cuda:{index}": len(entry.streams) for index, entry in sorted(_devices.items()) if entry.streams}
 
 
 @contextlib.contextmanager

@@ -17,14 +17,14 @@ from dsv4_compile.passes.region import aten, prims, shape, value
 __all__ = ["call", "cast", "item", "reshape_rows", "transpose"]
 
 
-def call(graph: Graph, target: Any, args: tuple[Any, ...], like: Node | None = None) -> Node:
+def call(graph: Graph, target: Any, args: tuple[Any, ...], like: Node | None = None, **constants: Any) -> Node:
     """A call of `target` at the insertion point; its fake value is computed, its origin is taken from `like`."""
-    node = graph.call_function(target, args)
+    node = graph.call_function(target, args, constants)
     fake = map_arg(args, value)
     tensors = [a for a in _flatten(fake) if isinstance(a, torch.Tensor)]
     mode = tensors[0].fake_mode if isinstance(tensors[0], FakeTensor) else nullcontext()
     with mode, torch.no_grad():
-        node.meta["val"] = target(*fake)
+        node.meta["val"] = target(*fake, **constants)
     source = like if like is not None else next(iter(node.all_input_nodes))
     for key in ("nn_module_stack", "stack_trace", "seq_nr"):
         if key in source.meta:

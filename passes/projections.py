@@ -20,6 +20,7 @@ import torch
 from torch.fx import Graph, Node
 
 from dsv4_compile.passes.emission import call, item, reshape_rows
+from dsv4_compile.passes.layout import with_new_strides
 from dsv4_compile.passes.region import CAST, VIEW, aten, is_cast_up, is_floating, is_leaf, leaf_of, packet, shape, value
 from dsv4_compile.passes.sites import LinearInfo, Missed, PassResult, ProjectionGroup, module_path
 
@@ -340,6 +341,7 @@ def _replace(graph: Graph, group: _Group, outputs: Sequence[Node]) -> dict[Node,
         with graph.inserting_before(linear.node):
             new = _along_chain(graph, linear, output)
         linear.node.replace_all_uses_with(new)
+        with_new_strides(graph, new)
         moved[linear.node] = new
         graph.erase_node(linear.node)
         for node in reversed(linear.chain):

@@ -1,15 +1,18 @@
-"""Models small enough to be compiled in a test: DeepSeek-V4 with real layers and random weights."""
+"""Models small enough to be compiled in a test: DeepSeek-V4 and Qwen with real layers and random weights."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-__all__ = ["CSA", "HCA", "SLIDING", "VOCABULARY", "deepseek"]
+__all__ = ["CSA", "FULL", "HCA", "LINEAR", "SLIDING", "VOCABULARY", "deepseek", "qwen", "randomise"]
 
 SLIDING = "sliding_attention"
 CSA = "compressed_sparse_attention"
 HCA = "heavily_compressed_attention"
+
+LINEAR = "linear_attention"
+FULL = "full_attention"
 
 VOCABULARY = 128
 
@@ -70,12 +73,8 @@ def deepseek(
     )
     model = DeepseekV4ForCausalLM(config).eval()
     model.set_experts_implementation(experts)
+    randomise(model)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.3)
-            else:
-                parameter.normal_(0, parameter.shape[-1] ** -0.5)
         for name, buffer in model.named_buffers():
             if name.endswith("tid2eid"):
                 rows = [torch.randperm(config.n_routed_experts)[: config.num_experts_per_tok] for _ in buffer]
@@ -83,3 +82,66 @@ def deepseek(
             elif name.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.1)
     return model.to(dtype)
+
+
+def qwen(
+    family: str = "qwen3_next",
+    layers: tuple[str, ...] = (LINEAR, FULL),
+    *,
+    moe: bool = True,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> nn.Module:
+    """transformers' causal model of Qwen3-Next or Qwen3.5, untouched but for its size, with random parameters.
+
+    Args:
+        family: "qwen3_next" (one projection for queries, keys, values and gates, one for the rest) or "qwen3_5" (four).
+        layers: attention type of each layer.
+        moe: routed experts and a shared one in each layer, else a plain MLP.
+    """
+    import transformers
+
+    torch.manual_seed(seed)
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "num_hidden_layers": len(layers),
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "max_position_embeddings": 512,
+        "layer_types": list(layers),
+    }
+    plain = {"intermediate_size": 48}
+    experts = {
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    if family == "qwen3_next":
+        config = transformers.Qwen3NextConfig(**sizes, **plain, **experts)
+        config.mlp_only_layers = [] if moe else list(range(len(layers)))
+        model = transformers.Qwen3NextForCausalLM(config)
+    elif moe:
+        model = transformers.Qwen3_5MoeForCausalLM(transformers.Qwen3_5MoeTextConfig(**sizes, **experts))
+    else:
+        model = transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**sizes, **plain))
+    if moe:
+        model.set_experts_implementation("grouped_mm")
+    randomise(model)
+    return model.eval().to(dtype)
+
+
+def randomise(model: nn.Module) -> None:
+    """Random values in every parameter, also where a model begins with zeros or ones: a lost term then shows."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+            else:
+                parameter.normal_(0, parameter.shape[-1] ** -0.5)

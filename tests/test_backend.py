@@ -614,8 +614,19 @@ def test_report_survives_json():
     assert json.loads(json.dumps(report, allow_nan=False)) == report
     assert json.loads(dsv4_compile.report().to_json()) == report
     graph = report["graphs"][0]
-    assert set(report) == {"version", "torch", "device", "requested", "effective", "graphs"}
-    assert {"id", "nodes", "dynamic", "seconds", "projections", "mhc", "missed", "pieces", "cudagraphs"} <= set(graph)
+    assert set(report) == {"version", "torch", "device", "requested", "effective", "graphs", "streams"}
+    assert {
+        "id",
+        "nodes",
+        "dynamic",
+        "seconds",
+        "projections",
+        "mhc",
+        "missed",
+        "pieces",
+        "cudagraphs",
+        "streams",
+    } <= set(graph)
     assert graph["projections"][0]["linears"][0].keys() == {"name", "out_features", "dtype", "stream"}
     assert graph["mhc"][0].keys() >= {"site", "form", "norm_fused", "kernel", "streams", "hidden", "iters", "eps"}
     assert report["effective"]["capture_sizes"]["reason"]

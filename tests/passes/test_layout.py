@@ -1,0 +1,170 @@
+"""Columns of a packed product in the place of a tensor of its own: whoever reads them must not notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dsv4_compile
+from tests.passes.test_projections import names
+
+
+class Pair(nn.Module):
+    """Two linears on one input; `read` gets both results and the pair."""
+
+    def __init__(self, read: Callable[..., Any], widths: tuple[int, int] = (8, 4), dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.a, self.b = (nn.Linear(16, width, bias=False, dtype=dtype) for width in widths)
+        self.read = read
+
+    def forward(self, x: Tensor) -> Any:
+        return self.read(self.a(x), self.b(x))
+
+
+def split_heads(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """As Qwen3.5 does with `in_proj_z`: split into heads, then one row for each head."""
+    return a.reshape(*a.shape[:-1], -1, 2).reshape(-1, 2) + 1, b.view(-1, 2) * 2
+
+
+def turned(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """As the causal convolution is given its input, and back."""
+    weight = torch.ones(8, 1, 2)
+    return F.conv1d(a.transpose(-1, -2), weight, padding=1, groups=8).transpose(-1, -2), b.transpose(-1, -2).exp()
+
+
+def parts(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    first, second = a.unflatten(-1, (2, 4)).split([1, 3], dim=-1)
+    return first.flatten(-2).relu(), second.flatten() * 2, torch.cat([a, b], dim=-1).view(-1)
+
+
+def outputs(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    return a, b
+
+
+def views_as_outputs(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    return a, a.view(-1, 2), b.view(-1), b.transpose(0, 1)
+
+
+def complex_numbers(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """As rotary embeddings are written with complex numbers."""
+    rotation = torch.polar(torch.ones(2), torch.tensor([0.1, 0.2]))
+    return a + 1, torch.view_as_real(torch.view_as_complex(b.unflatten(-1, (-1, 2))) * rotation).flatten(-2)
+
+
+def bits(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    return a.view(torch.int64) + 0, b.view(torch.int32) + 0
+
+
+def strided(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    return a.as_strided((3, 2), (2, 1)) + 1, b + 1
+
+
+READERS = [split_heads, turned, parts, outputs, views_as_outputs, complex_numbers, bits, strided]
+
+
+@pytest.mark.parametrize("strategy", ["pack", "streams"])
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("read", READERS, ids=lambda f: f.__name__)
+def test_readers_do_not_notice(read, dynamic, strategy):
+    widths = (7, 4) if read is complex_numbers else (8, 4)
+    module, x = Pair(read, widths), torch.randn(2, 3, 16)
+    options = {"compiler": "eager", "mhc": "off", "projections": strategy}
+    with torch.no_grad():
+        expected = module(x)
+        out = torch.compile(module, backend="dsv4", options=options, dynamic=dynamic)(x)
+    assert names(dsv4_compile.report().graphs[-1]) == [["a", "b"]]
+    for a, b in zip(out, expected, strict=True):
+        torch.testing.assert_close(a, b)
+        assert a.stride() == b.stride()
+
+
+@pytest.mark.parametrize("read", [split_heads, views_as_outputs, complex_numbers], ids=lambda f: f.__name__)
+def test_readers_do_not_notice_under_inductor(read):
+    module, x = Pair(read, (7, 4) if read is complex_numbers else (8, 4)), torch.randn(2, 3, 16)
+    with torch.no_grad():
+        expected = module(x)
+        out = torch.compile(module, backend="dsv4", options={"projections": "pack", "mhc": "off"})(x)
+    for a, b in zip(out, expected, strict=True):
+        torch.testing.assert_close(a, b)
+        assert a.stride() == b.stride()
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_view_behind_a_graph_break(compiler):
+    def read(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        torch._dynamo.graph_break()
+        return a.view(-1) + 1, b.view(-1, 2) + 1
+
+    module, x = Pair(read), torch.randn(2, 3, 16)
+    options = {"compiler": compiler, "mhc": "off", "projections": "pack"}
+    with torch.no_grad():
+        expected = module(x)
+        out = torch.compile(module, backend="dsv4", options=options)(x)
+    for a, b in zip(out, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_operator_of_somebody_else_gets_what_it_got():
+    torch.library.define("dsv4_test::dense", "(Tensor x) -> Tensor")
+
+    @torch.library.impl("dsv4_test::dense", "CompositeExplicitAutograd")
+    def dense(x: Tensor) -> Tensor:
+        assert x.is_contiguous()
+        return x * 2
+
+    torch.library.register_fake("dsv4_test::dense")(lambda x: torch.empty_like(x))
+
+    def read(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.ops.dsv4_test.dense(a.view(*a.shape[:-1], 4, 2)), b + 1
+
+    module, x = Pair(read), torch.randn(2, 3, 16)
+    options = {"compiler": "eager", "mhc": "off", "projections": "pack"}
+    with torch.no_grad():
+        expected = module(x)
+        out = torch.compile(module, backend="dsv4", options=options)(x)
+    for a, b in zip(out, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(("widths", "copies"), [((8, 8), 0), ((8, 4), 1), ((3, 8), 1)])
+def test_attention_gets_aligned_rows_and_no_needless_copy(widths, copies, tmp_path):
+    """The kernels of attention want rows that begin at 16 bytes: a copy where packing has moved them, else none."""
+
+    def read(a: Tensor, b: Tensor) -> Tensor:
+        heads = b.view(*b.shape[:-1], -1, 4).transpose(1, 2)
+        return a.sum() + F.scaled_dot_product_attention(heads, heads, heads)
+
+    module, x = Pair(read, widths, torch.bfloat16), torch.randn(2, 8, 16).bfloat16()
+    options = {"compiler": "eager", "mhc": "off", "projections": "pack", "dump_dir": str(tmp_path)}
+    with torch.no_grad():
+        expected = module(x)
+        out = torch.compile(module, backend="dsv4", options=options)(x)
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+    (text,) = (path.read_text() for path in tmp_path.rglob("projections.py"))
+    assert "_scaled_dot_product" in text
+    assert text.count("aten.clone.default") == copies
+
+
+def test_permuted_rows_of_a_shared_activation():
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = (nn.Linear(16, 8, bias=False) for _ in range(2))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.a(x), self.b(x.permute(1, 0, 2)).view(-1, 4)
+
+    module, x = Turned(), torch.randn(2, 3, 16)
+    with torch.no_grad():
+        expected = module(x)
+        for strategy in ("pack", "streams"):
+            torch._dynamo.reset()
+            options = {"compiler": "eager", "mhc": "off", "projections": strategy}
+            for a, b in zip(torch.compile(module, backend="dsv4", options=options)(x), expected, strict=True):
+                torch.testing.assert_close(a, b)
+                assert a.stride() == b.stride()
