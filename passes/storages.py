@@ -6,6 +6,7 @@ Where nothing is said (an unknown callable), the result may lie in any argument,
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
@@ -97,43 +98,28 @@ class Storages:
         return [node.name]
 
     def _operator(self, node: Node, target: torch._ops.OpOverload) -> Access:
-        given = arguments(node)
-        tensors = {name: nodes for name, arg in given.items() if (nodes := nodes_in(arg))}
-        if target._schema.name.removeprefix("aten::") in _METADATA:
+        signature = _signature(target)
+        if signature.reads_metadata:
             return self._bind(node, [{}])
-        if torch.Tag.maybe_aliasing_or_mutating in target.tags:
+        if signature.says_nothing:
             return self._unknown(node, mutates=True)
-        annotated = {a.name: a.alias_info for a in target._schema.arguments if a.alias_info is not None}
-        written = [n for name, info in annotated.items() if info.is_write for n in tensors.get(name, [])]
-        writes = self._all(written)
+        given = arguments(node)
+        writes = self._all(n for name in signature.written for n in nodes_in(given.get(name)))
         for storage in writes:
             self._writers.setdefault(storage, []).append(node)
-        if target in _VIEWS_WITHOUT_ANNOTATION:
-            return self._bind(node, [self._joint(node.all_input_nodes[:1])])
-        may_copy = torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
         names: list[_Name] = []
         fresh: list[Storage] = []
-        for result, made in zip(target._schema.returns, _results(node, len(target._schema.returns)), strict=False):
-            info = result.alias_info
-            labels = set() if info is None else info.before_set
-            bases = (
-                []
-                if info is None
-                else [
-                    n
-                    for name, a in annotated.items()
-                    if a.before_set & labels or not labels
-                    for n in tensors.get(name, [])
-                ]
-            )
-            lies_in = self._named(self._all(bases)) if info is not None and info.is_write else self._joint(bases)
+        for result, made in zip(signature.results, _results(node, len(signature.results)), strict=True):
+            bases = [n for name in result.lies_in for n in nodes_in(given.get(name))]
+            inherited = self._named(self._all(bases)) if result.is_written else self._joint(bases)
             for _ in range(made):
-                new = [f"{node.name}[{len(names)}]"] if info is None or may_copy else []
+                new = [f"{node.name}[{len(names)}]"] if result.is_fresh else []
                 fresh.extend(new)
-                names.append({**lies_in, **self._named(new)})
+                names.append({**inherited, **self._named(new)})
         is_view = bool(names) and not fresh and not writes
-        self._bind(node, names)
-        return Access() if is_view else Access(self._all(node.all_input_nodes), writes | frozenset(fresh))
+        return self._bind(
+            node, names, None if is_view else Access(self._all(node.all_input_nodes), writes.union(fresh))
+        )
 
     def _unknown(self, node: Node, mutates: bool) -> Access:
         touched = self._all(node.all_input_nodes)
@@ -172,9 +158,55 @@ class Storages:
         return {storage: len(self._writers.get(storage, [])) for storage in storages}
 
 
+@dataclass(frozen=True)
+class _Result:
+    """One return of an operator: the arguments it may lie in, and whether it may have memory of its own."""
+
+    lies_in: tuple[str, ...]
+    is_fresh: bool
+    is_written: bool
+
+
+@dataclass(frozen=True)
+class _Signature:
+    """What the schema of an operator says of memory."""
+
+    arguments: tuple[str, ...]
+    written: tuple[str, ...]
+    results: tuple[_Result, ...]
+    reads_metadata: bool
+    says_nothing: bool
+
+
+@functools.cache
+def _signature(target: torch._ops.OpOverload) -> _Signature:
+    schema = target._schema
+    annotated = {a.name: a.alias_info for a in schema.arguments if a.alias_info is not None}
+    # `reshape`, `contiguous`, `to`: composed of others, and a view or a copy as the strides ask.
+    may_copy = torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
+    results = []
+    for made in schema.returns:
+        info = made.alias_info
+        if target in _VIEWS_WITHOUT_ANNOTATION:
+            results.append(_Result((schema.arguments[0].name,), is_fresh=False, is_written=False))
+        elif info is None:
+            results.append(_Result((), is_fresh=True, is_written=False))
+        else:
+            # A list of views has no label of its own: `split(Tensor(a -> *) self, ...) -> Tensor(a)[]`.
+            bases = [name for name, a in annotated.items() if not info.before_set or a.before_set & info.before_set]
+            results.append(_Result(tuple(bases), is_fresh=may_copy, is_written=info.is_write))
+    return _Signature(
+        arguments=tuple(a.name for a in schema.arguments),
+        written=tuple(name for name, a in annotated.items() if a.is_write),
+        results=tuple(results),
+        reads_metadata=schema.name.removeprefix("aten::") in _METADATA,
+        says_nothing=torch.Tag.maybe_aliasing_or_mutating in target.tags,
+    )
+
+
 def arguments(node: Node) -> dict[str, Any]:
     """The arguments of an operator call by the names of its schema."""
-    return dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False)) | node.kwargs
+    return dict(zip(_signature(node.target).arguments, node.args, strict=False)) | node.kwargs
 
 
 def nodes_in(argument: Any) -> list[Node]:

@@ -31,6 +31,9 @@ torch.library.define(
 torch.library.define("dsv4_test::writes", "(Tensor(a!) x, Tensor y) -> ()")
 torch.library.impl("dsv4_test::writes", "CompositeExplicitAutograd")(lambda x, y: x.copy_(y))
 torch.library.register_fake("dsv4_test::writes")(lambda x, y: None)
+torch.library.define("dsv4_test::silent", "(Tensor x) -> Tensor", tags=(torch.Tag.maybe_aliasing_or_mutating,))
+torch.library.impl("dsv4_test::silent", "CompositeExplicitAutograd")(lambda x: x.mul_(2))
+torch.library.register_fake("dsv4_test::silent")(lambda x: x)
 
 
 def trace(function: Callable[..., object], *inputs: Tensor) -> GraphModule:
@@ -279,6 +282,101 @@ def test_operator_that_may_not_leave_the_main_stream(operator, monkeypatch):
     assert kinds(gm) == []
     on_side(gm, node)
     assert kinds(gm) == [("confined", node.name)]
+
+
+def test_alias_that_the_schema_does_not_tell():
+    """`_unsafe_view` has no annotation and makes a view; an operator may also be tagged as one that tells nothing."""
+
+    def unsafe_view(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.mul_(2), torch.ops.aten._unsafe_view(x, [-1]).cos()
+
+    def silent(x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.ops.dsv4_test.silent(x), x.cos()
+
+    gm = trace(unsafe_view, X)
+    on_side(gm, called(gm, "mul_"), join=False)
+    assert ("read-after-write", "cos") in kinds(gm)
+    gm = trace(silent, X)
+    on_side(gm, called(gm, "silent"), join=False)
+    assert ("read-after-write", "cos") in kinds(gm)
+
+
+def test_view_touches_nothing_and_reshape_may_copy():
+    def graph(view: Callable[[Tensor], Tensor]) -> list[tuple[str, str]]:
+        gm = trace(lambda x: view(x.mul_(2)), X)
+        on_side(gm, called(gm, "mul_"), join=False)
+        # What is returned must be joined, and is not: what counts here is what comes before.
+        return [fault for fault in kinds(gm) if fault[1] not in ("output", "mul_")]
+
+    assert graph(lambda x: x.view(-1)) == []
+    gm = trace(lambda x: x.mul_(2).view(-1), X)
+    called(gm, "view").target = torch.ops.aten.reshape.default
+    on_side(gm, called(gm, "mul_"), join=False)
+    assert ("read-after-write", "reshape") in [(kind, node.replace("view", "reshape")) for kind, node in kinds(gm)]
+
+
+def scale_by_mutation(x: Tensor) -> None:
+    x.mul_(2)
+
+
+def test_unknown_callable():
+    """It counts as a write of its arguments; one that says so also makes their names stale."""
+    gm = trace(lambda x, v, w: (x.sin(), *spread(x, v, w)), X, W, W.clone())
+    x = next(iter(gm.graph.nodes))
+    with gm.graph.inserting_before(called(gm, "sin")):
+        node = gm.graph.call_function(scale_by_mutation, (x,))
+    assert kinds(gm) == [("stale", "parallel_linear")]
+    on_side(gm, node, join=False)
+    assert ("read-after-write", "sin") in kinds(gm)
+
+
+def test_functions_of_operators_that_autograd_wraps():
+    wrapping = pytest.importorskip("torch._functorch._aot_autograd.streams")
+    if not hasattr(wrapping, "wrap_all_sync_nodes_with_control_deps"):
+        pytest.skip("this torch does not wrap them")
+    for fork, join, found in ((True, True, 0), (False, True, 2), (True, False, 2)):
+        gm = trace(chain, X)
+        on_side(gm, called(gm, "cos"), fork=fork, join=join)
+        wrapping.wrap_all_sync_nodes_with_control_deps(gm)
+        assert any("control_deps" in str(n.target) for n in gm.graph.nodes)
+        assert len(kinds(gm)) == found, kinds(gm)
+
+
+def test_wait_that_frees_a_tensor():
+    """`sync_dealloc` waits for its event; it does not read the tensor it lets go."""
+
+    def graph(stream: int) -> list[tuple[str, str]]:
+        gm = trace(chain, X)
+        on_side(gm, called(gm, "cos"), join=False)
+        with gm.graph.inserting_before(called(gm, "add")):
+            gm.graph.call_function(streams.record_event.default, (8, 1))
+            gm.graph.call_function(streams.sync_dealloc.default, (8, stream, called(gm, "cos")))
+        return kinds(gm)
+
+    assert graph(0) == []
+    assert graph(1) == [("read-after-write", "add"), ("unjoined", "cos")]
+
+
+def test_parallel_linear_on_a_side_stream_of_the_graph():
+    def function(x: Tensor, v: Tensor, w: Tensor) -> list[Tensor]:
+        return spread(x + 1, v, w)
+
+    gm = trace(function, X, W, W.clone())
+    on_side(gm, called(gm, "parallel_linear"))
+    assert kinds(gm) == []
+    gm = trace(function, X, W, W.clone())
+    on_side(gm, called(gm, "parallel_linear"), join=False)
+    assert {kind for kind, _ in kinds(gm)} == {"read-after-write", "unjoined"}
+
+
+def test_bias_is_read_by_its_branch():
+    def function(x: Tensor, v: Tensor, w: Tensor, bias: Tensor) -> tuple[object, Tensor]:
+        return parallel(x, [v, w], [None, bias], [0, 1]), x
+
+    gm = trace(function, X, W, W.clone(), torch.randn(16))
+    node = called(gm, "parallel_linear")
+    side = schedule_of(gm.graph)[0].actions[3]
+    assert isinstance(side, Work) and {n.name for n in (node.args[0], node.args[1][1], node.args[2][1])} == side.reads
 
 
 def test_numbers_are_no_storages():
