@@ -91,10 +91,7 @@ class Storages:
         if isinstance(fake, GraphModule | int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool):
             return []
         if isinstance(fake, torch.Tensor) and fake.layout is torch.strided:
-            try:
-                return [self._memory.setdefault(StorageWeakRef(fake.untyped_storage()), node.name)]
-            except NotImplementedError:  # a wrapper subclass has no storage of its own
-                pass
+            return [self._memory.setdefault(StorageWeakRef(fake.untyped_storage()), node.name)]
         return [node.name]
 
     def _operator(self, node: Node, target: torch._ops.OpOverload) -> Access:

@@ -31,6 +31,11 @@ torch.library.define(
 torch.library.define("dsv4_test::writes", "(Tensor(a!) x, Tensor y) -> ()")
 torch.library.impl("dsv4_test::writes", "CompositeExplicitAutograd")(lambda x, y: x.copy_(y))
 torch.library.register_fake("dsv4_test::writes")(lambda x, y: None)
+torch.library.define("dsv4_test::first", "(Tensor(a) x, Tensor(b) y) -> Tensor(a)")
+torch.library.define("dsv4_test::either", "(Tensor(a) x, Tensor(a) y) -> Tensor(a)")
+for _name in ("first", "either"):
+    torch.library.impl(f"dsv4_test::{_name}", "CompositeExplicitAutograd")(lambda x, y: x.view(x.shape))
+    torch.library.register_fake(f"dsv4_test::{_name}")(lambda x, y: x.view(x.shape))
 torch.library.define("dsv4_test::silent", "(Tensor x) -> Tensor", tags=(torch.Tag.maybe_aliasing_or_mutating,))
 torch.library.impl("dsv4_test::silent", "CompositeExplicitAutograd")(lambda x: x.mul_(2))
 torch.library.register_fake("dsv4_test::silent")(torch.empty_like)
@@ -219,6 +224,23 @@ def test_alias_through_a_chain_of_views():
     assert ("write-after-read", "mul_") in kinds(gm)
 
 
+def test_result_is_an_alias_of_the_arguments_with_its_label():
+    for written, found in ((0, True), (1, False)):
+
+        def labels(*both: Tensor, written: int = written) -> tuple[Tensor, Tensor]:
+            return torch.ops.dsv4_test.first(*both).cos(), both[written].mul_(2)
+
+        gm = trace(labels, X, X.clone())
+        on_side(gm, called(gm, "cos"), join=False)
+        assert (("write-after-read", "mul_") in kinds(gm)) is found
+
+    def ages(x: Tensor, v: Tensor, w: Tensor) -> list[Tensor]:
+        old = x.view(-1).view(5, 16)
+        return spread(torch.ops.dsv4_test.either(old, x.mul_(2)), v, w)
+
+    assert kinds(trace(ages, X, W, W.clone())) == [("stale", "parallel_linear")], "it may be the older of the two"
+
+
 def test_split_parts_are_one_storage_and_outputs_of_an_operator_are_not():
     def parts(x: Tensor) -> tuple[Tensor, Tensor]:
         first, second = (x + 1).split(8, -1)
@@ -264,6 +286,14 @@ def test_operator_that_writes_an_argument_and_its_functional_form():
     gm = trace(functional, X, X.clone())
     on_side(gm, called(gm, "auto_functionalized"), join=False)
     assert ("read-after-write", "cos") in kinds(gm), "Inductor may let it write its argument"
+
+    def result(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        _, new = auto_functionalized(torch.ops.dsv4_test.writes.default, x=x, y=y)
+        return new.cos(), x.mul_(2)
+
+    gm = trace(result, X, X.clone())
+    on_side(gm, called(gm, "cos"), join=False)
+    assert ("write-after-read", "mul_") in kinds(gm), "Inductor may put its result where its argument is"
 
 
 @pytest.mark.parametrize(
@@ -383,6 +413,15 @@ def test_numbers_are_no_storages():
     gm = make_fx(lambda x: x.view(x.shape[0] * x.shape[1]) + x.shape[0], tracing_mode="symbolic")(X)
     schedule, found = schedule_of(gm.graph)
     assert not found and [a.name for a in schedule.actions] == ["add", "output"]
+    size = next(n for n in gm.graph.nodes if "sym_size" in n.name)
+    with gm.graph.inserting_before(next(iter(gm.graph.nodes))):
+        number = gm.graph.placeholder("number")
+        number.meta["val"] = size.meta["val"]
+        gm.body = GraphModule(nn.Module(), Graph())
+        body = gm.graph.get_attr("body")
+    with gm.graph.inserting_after(body):
+        gm.graph.call_function(scale_by_mutation, (number, body))
+    assert schedule_of(gm.graph)[0] == schedule
 
 
 # --------------------------------------------------------------------------------------------- within the pipeline
