@@ -124,10 +124,10 @@ class _Reader:
         if node.op == "output" and self._current != MAIN:
             sentence = f"the graph ends on stream {self._current}, and not on the one it began on"
             self.found.append(Violation(node.name, module_path(node), "unjoined", sentence))
-        stream = MAIN if node.op == "output" else self._stream(node)
         reason = confinement(node.target)
         if access.reads or access.writes or reason:
-            self.actions.append(Work(node.name, stream, access.reads, access.writes, module_path(node), reason))
+            stream, site = self._stream(node), module_path(node)
+            self.actions.append(Work(node.name, stream, access.reads, access.writes, site, reason))
 
     def _stream(self, node: Node) -> Hashable:
         return (node.meta.get("custom") or {}).get("stream", self._current)

@@ -544,7 +544,7 @@ def test_graph_that_is_found_safe_may_be_rewritten():
     """On graphs with writes in place left in them: either the checker refuses, or the rewritten graph is right."""
     verdicts: list[bool] = []
 
-    @settings(BOUNDED, max_examples=150)
+    @settings(BOUNDED, max_examples=100)
     @given(PROGRAMS)
     def refuses_or_is_right(steps: tuple[Step, ...]) -> None:
         module = Program(steps)
