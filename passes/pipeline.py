@@ -22,6 +22,8 @@ import torch
 from torch.fx import Graph, Node
 
 from dsv4_compile.kernels.lowering import call_directly
+from dsv4_compile.passes import verify
+from dsv4_compile.passes.projections import ProjectionsPass
 from dsv4_compile.passes.sites import Missed, PassResult
 
 __all__ = ["Collected", "GraphPass", "GraphPasses", "PassError", "collecting", "source_hash"]
@@ -95,6 +97,9 @@ def _inductor_class() -> type:
 class GraphPasses:
     """Runs `passes` in order. To `isinstance` it is a `torch._inductor.custom_graph_pass.CustomGraphPass`.
 
+    With `DSV4_CHECK=1` the graph is checked before the first pass and after each of them, and `verify.UnsafeGraphError`
+    is raised for what is not proved safe on several streams.
+
     Args:
         passes: the passes.
         settings: what else makes one set of passes another, for the identity (options, version).
@@ -148,6 +153,7 @@ class GraphPasses:
             call_directly()
         if self.observe is not None:
             self.observe("before", graph)
+        self._check(graph, "before the passes")
         for graph_pass in self.passes:
             start = time.perf_counter()
             result = self._guarded(graph_pass, graph)
@@ -158,6 +164,12 @@ class GraphPasses:
             collected.results.append(result)
             if self.observe is not None:
                 self.observe(graph_pass.name, graph)
+            self._check(graph, f"after the pass {graph_pass.name}")
+
+    def _check(self, graph: Graph, when: str) -> None:
+        if verify.wanted():
+            own = [p.num_streams for p in self.passes if isinstance(p, ProjectionsPass)]
+            verify.enforce(graph, when, max(own, default=None))
 
     def _guarded(self, graph_pass: GraphPass, graph: Graph) -> PassResult:
         """The pass's result; on failure the graph as it was and the reason."""

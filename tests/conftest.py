@@ -28,3 +28,9 @@ def fresh_compiler() -> None:
 def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mHC kernels run with the plans in the source, so that a test does not depend on what was timed here."""
     monkeypatch.setenv("DSV4_TUNE", "0")
+
+
+@pytest.fixture(autouse=True)
+def checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every graph that a test compiles is proved to be safe on several streams, before and after each pass."""
+    monkeypatch.setenv("DSV4_CHECK", "1")

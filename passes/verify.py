@@ -1,0 +1,204 @@
+"""The checker of streams: on a graph, nothing that leaves the main stream can race with anything.
+
+      x ──► dsv4.parallel_linear(x, [W_0, W_1], streams=[0, 1])          Record(fork, main)
+                                                                         Work(linear 0, main: reads x, W_0)
+      is taken apart into what `kernels.streams` launches,  ──►          Wait(fork, side 1)
+      the nodes around it are work on the main stream, and               Work(linear 1, side 1: reads x, W_1)
+      the whole graph is one schedule, see `passes.schedule`             Record(join, side 1), Wait(join, main)
+
+`DSV4_CHECK=1` runs it before the passes and after each of them, and raises `UnsafeGraphError`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from dsv4_compile.kernels import linear  # noqa: F401  (registers the operators)
+from dsv4_compile.passes.region import aten
+from dsv4_compile.passes.schedule import MAIN, Record, Schedule, Violation, Wait, Work, prove
+from dsv4_compile.passes.sites import module_path
+from dsv4_compile.passes.storages import Storages, arguments, nodes_in, stream_calls
+
+__all__ = ["CHECK_VARIABLE", "MAIN_STREAM_ONLY", "UnsafeGraphError", "check", "enforce", "schedule_of", "wanted"]
+
+CHECK_VARIABLE = "DSV4_CHECK"
+
+MAIN_STREAM_ONLY: dict[str, str] = {
+    f"vllm::{name}": "is a collective" for name in ("all_reduce", "all_gather", "reduce_scatter")
+}
+"""Qualified names of operators that must stay on the main stream, and why ("uses one workspace for all calls"). torch
+has no tag for a global workspace, so who registers such an operator puts its name here."""
+
+LEAVING = {torch.ops.dsv4.parallel_linear.default}
+"""Operators of ours that put work on side streams. They have the arguments of `parallel_linear`."""
+
+_MOVED = LEAVING | {torch.ops.dsv4.packed_linear.default, aten.mm.default, aten.addmm.default}
+"""Operators that the projections pass moves to an earlier place, or has moved."""
+
+_COLLECTIVES = {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor"}
+_TAGS = {
+    torch.Tag.nondeterministic_seeded: "draws from the random generator, which all streams share",
+    torch.Tag.data_dependent_output: "waits for the device",
+    torch.Tag.cudagraph_unsafe: "is tagged cudagraph_unsafe",
+}
+
+
+class UnsafeGraphError(AssertionError):
+    """The checker could not prove that a graph is free of races."""
+
+
+def wanted() -> bool:
+    """Whether `DSV4_CHECK` asks for the checker."""
+    return os.environ.get(CHECK_VARIABLE, "") not in ("", "0")
+
+
+def enforce(graph: Graph, when: str, num_streams: int | None = None) -> None:
+    """Checks the graph.
+
+    Raises:
+        UnsafeGraphError: with every violation, and `when` it was found.
+    """
+    found = check(graph, num_streams)
+    if found:
+        raise UnsafeGraphError(f"The graph is not safe {when}: {'; '.join(map(str, found))}.")
+
+
+def check(graph: Graph, num_streams: int | None = None) -> list[Violation]:
+    """What keeps the graph from being safe on several streams; nothing when it is.
+
+    Proved is, given that the schemas of all operators are true and that `kernels.streams` launches what is drawn above:
+
+    - the schedule of the graph has no violation of `passes.schedule.prove`: every edge between streams is ordered,
+      every fork is joined before the graph ends, no storage is written on one stream while another accesses it, and
+      nothing that must stay on the main stream (collectives, `MAIN_STREAM_ONLY`, `confinement`) is elsewhere;
+    - `schema`: an operator that leaves the main stream writes no argument and returns no alias of one;
+    - `arguments`: it has as many biases and streams as weights, and at least one;
+    - `stream`: its stream numbers are in 0..`num_streams`, and something is left for the main stream;
+    - `stale`: no linear reads a tensor whose storage has been written since the tensor was made. Checked before and
+      after a pass, it shows that a linear could be moved to where the first of its group was.
+
+    Streams of the graph itself (torch's operators `streams::*` and the annotation `custom["stream"]`) are part of the
+    schedule; stream 0 is the caller's. A host that waits for the device is not taken for an order.
+
+    Args:
+        graph: a functional ATen graph; writes into inputs at its end are all right.
+        num_streams: auxiliary streams there are; `None` leaves the upper bound out.
+    """
+    schedule, found = schedule_of(graph, num_streams)
+    return found + prove(schedule)
+
+
+def schedule_of(graph: Graph, num_streams: int | None = None) -> tuple[Schedule, list[Violation]]:
+    """The graph as a schedule, and what `check` finds on single nodes."""
+    reader = _Reader(num_streams)
+    for node in graph.nodes:
+        reader.read(node)
+    return Schedule(tuple(reader.actions), frozenset(reader.storages.inputs)), reader.found
+
+
+class _Reader:
+    def __init__(self, num_streams: int | None) -> None:
+        self.actions: list[Work | Record | Wait] = []
+        self.found: list[Violation] = []
+        self.storages = Storages()
+        self._num_streams = num_streams
+        self._current: Hashable = MAIN
+
+    def read(self, node: Node) -> None:
+        if node.target in _MOVED:
+            self._refuse_stale(node)
+        access = self.storages.visit(node)
+        if node.target in LEAVING and self._is_sound(node):
+            self.actions.extend(self._branches(node))
+            return
+        calls = list(stream_calls(node))
+        for operator, given in calls:
+            self._synchronise(node, operator, given)
+        if calls:
+            return
+        if node.op == "output" and self._current != MAIN:
+            sentence = f"the graph ends on stream {self._current}, and not on the one it began on"
+            self.found.append(Violation(node.name, module_path(node), "unjoined", sentence))
+        reason = confinement(node.target)
+        if access.reads or access.writes or reason:
+            stream, site = self._stream(node), module_path(node)
+            self.actions.append(Work(node.name, stream, access.reads, access.writes, site, reason))
+
+    def _stream(self, node: Node) -> Hashable:
+        return (node.meta.get("custom") or {}).get("stream", self._current)
+
+    def _branches(self, node: Node) -> Iterator[Work | Record | Wait]:
+        """What `kernels.streams.execute_in_parallel` launches for one `parallel_linear`."""
+        given, main, site = arguments(node), self._stream(node), module_path(node)
+        works: dict[int, list[Work]] = {0: []}
+        for i, slot in enumerate(given["streams"]):
+            operands = nodes_in([given["x"], given["weights"][i], given["biases"][i]])
+            reads = frozenset(storage for operand in operands for storage in self.storages.of(operand))
+            stream = main if slot == 0 else ("auxiliary", slot)
+            work = Work(f"{node.name}[{i}]", stream, reads, self.storages.of(node, i), site)
+            works.setdefault(slot, []).append(work)
+        yield Record((node.name, "fork"), main)
+        yield from works.pop(0)
+        for slot, branch in sorted(works.items()):
+            yield Wait((node.name, "fork"), ("auxiliary", slot))
+            yield from branch
+            yield Record((node.name, slot), ("auxiliary", slot))
+            yield Wait((node.name, slot), main)
+
+    def _synchronise(self, node: Node, operator: str, given: dict[str, Any]) -> None:
+        """An operator of torch's namespace `streams`; those that are not named here order no two streams."""
+        if operator in ("fork", "join"):
+            self._current = given["to_index"]
+        elif operator == "record_event":
+            self.actions.append(Record(given["event_index"], given["stream_index"]))
+        elif operator == "wait_event":
+            self.actions.append(Wait(given["event_index"], given["stream_index"]))
+        elif operator == "sync_dealloc":
+            self.actions.append(Wait(given["wait_event_index"], given["src_stream_index"]))
+        elif operator == "wait_stream":
+            self.actions.append(Record((node.name, "wait_stream"), given["waited_on_stream_index"]))
+            self.actions.append(Wait((node.name, "wait_stream"), given["waiting_stream_index"]))
+
+    def _refuse_stale(self, node: Node) -> None:
+        for operand in node.all_input_nodes:
+            writer = self.storages.written_since(operand)
+            if writer is not None:
+                sentence = f"{node.name} reads {operand.name}, whose storage {writer.name} has written since"
+                self._refuse(node, "stale", sentence)
+
+    def _is_sound(self, node: Node) -> bool:
+        """Whether the node is such that it can be taken apart; otherwise it is refused."""
+        known = len(self.found)
+        schema = node.target._schema
+        if any(a.alias_info is not None for a in [*schema.arguments, *schema.returns]):
+            self._refuse(node, "schema", f"{schema.name} leaves the main stream and writes or returns an argument")
+        given = arguments(node)
+        weights, biases, streams = (given.get(name) or [] for name in ("weights", "biases", "streams"))
+        if not weights or not len(weights) == len(biases) == len(streams):
+            counts = f"{len(weights)} weights, {len(biases)} biases and {len(streams)} streams"
+            self._refuse(node, "arguments", f"{node.name} has {counts}")
+        highest = max(streams, default=0) if self._num_streams is None else self._num_streams
+        if any(not 0 <= stream <= highest for stream in streams):
+            self._refuse(node, "stream", f"{node.name} uses streams {list(streams)}, and there are 0 to {highest}")
+        elif 0 not in streams:
+            self._refuse(node, "stream", f"{node.name} leaves nothing for the main stream: {list(streams)}")
+        return len(self.found) == known
+
+    def _refuse(self, node: Node, kind: str, sentence: str) -> None:
+        self.found.append(Violation(node.name, module_path(node), kind, sentence))
+
+
+def confinement(target: Any) -> str:
+    """Why an operator must stay on the main stream; empty when it need not."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return ""
+    if target.namespace in _COLLECTIVES:
+        return "is a collective"
+    if target._schema.name in MAIN_STREAM_ONLY:
+        return MAIN_STREAM_ONLY[target._schema.name]
+    return next((reason for tag, reason in _TAGS.items() if tag in target.tags), "")
