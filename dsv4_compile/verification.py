@@ -80,18 +80,32 @@ def _copy(x: Any) -> Any:
 
 
 def _written(gm: GraphModule) -> set[int]:
-    """Positions of the inputs that the graph may write in place, looking through views."""
+    """Positions of the inputs that the graph may write in place, looking through views; rather one too many."""
     inputs = {node: i for i, node in enumerate(n for n in gm.graph.nodes if n.op == "placeholder")}
     found: set[int] = set()
     for node in gm.graph.nodes:
-        name = str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))
-        writes = (name.endswith("_") and not name.endswith("__")) or name == "setitem" or "out" in node.kwargs
-        targets = [node.kwargs["out"]] if "out" in node.kwargs else node.args[:1]
-        while writes and targets and isinstance(targets[0], torch.fx.Node):
-            if targets[0] in inputs:
-                found.add(inputs[targets[0]])
-            targets = targets[0].args[:1]
+        for target in node.all_input_nodes if _writes(node) else ():
+            while target not in inputs and target.all_input_nodes:
+                target = target.all_input_nodes[0]
+            if target in inputs:
+                found.add(inputs[target])
     return found
+
+
+def _writes(node: torch.fx.Node) -> bool:
+    """Whether `node` may write into what it is given, as far as its name, its arguments and its schema tell."""
+    if node.op not in ("call_function", "call_method"):
+        return node.op == "call_module"
+    if "out" in node.kwargs or node.kwargs.get("inplace"):
+        return True
+    name = str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))
+    overloads = [node.target]
+    if isinstance(node.target, torch._ops.OpOverloadPacket):
+        overloads = [getattr(node.target, overload) for overload in node.target.overloads()]
+    schemas = [overload._schema for overload in overloads if isinstance(overload, torch._ops.OpOverload)]
+    if schemas:
+        return any(schema.is_mutable for schema in schemas)
+    return (name.endswith("_") and not name.endswith("__")) or name in ("setitem", "iadd", "isub", "imul", "itruediv")
 
 
 def _difference(actual: Any, expected: Any) -> str | None:
@@ -101,13 +115,15 @@ def _difference(actual: Any, expected: Any) -> str | None:
             continue
         if a.shape != b.shape or a.dtype != b.dtype:
             return f"tensor {i} is {a.dtype}{list(a.shape)} and should be {b.dtype}{list(b.shape)}"
-        if not b.dtype.is_floating_point:
+        if not (b.dtype.is_floating_point or b.dtype.is_complex):
             if not torch.equal(a, b):
                 return f"tensor {i} differs"
             continue
+        if b.is_complex():
+            a, b = torch.view_as_real(a), torch.view_as_real(b)
         wide_a, wide_b = a.double(), b.double()
         finite = wide_b.isfinite()
-        if not torch.equal(finite, wide_a.isfinite()):
+        if not torch.equal(wide_a.where(~finite, 0).nan_to_num(7), wide_b.where(~finite, 0).nan_to_num(7)):
             return f"tensor {i} differs in where it is finite"
         error = torch.linalg.vector_norm((wide_a - wide_b)[finite]) / (torch.linalg.vector_norm(wide_b[finite]) + 1e-30)
         if error > TOLERANCE.get(b.dtype, 1e-4):

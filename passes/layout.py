@@ -20,11 +20,16 @@ import torch
 from torch.fx import Graph, Node
 
 from dsv4_compile.passes.emission import call
-from dsv4_compile.passes.region import CUT, RESHAPE, VIEW, aten, packet, value
+from dsv4_compile.passes.region import CUT, RESHAPE, VIEW, aten, packet, packets, value
 
 __all__ = ["with_new_strides"]
 
 _FOLLOWED = VIEW | CUT | {aten.permute, aten.transpose, aten.t, aten.expand}
+_STRIDES = packets(
+    "slice_scatter select_scatter diagonal_scatter as_strided_scatter as_strided_copy view_copy copy"
+    " _reshape_alias_copy unfold_copy"
+)
+"""Operators that read the strides of their first argument, or give their result the same."""
 _ALIGNMENT = 16
 """Bytes at which kernels of these families want a row to begin; memory of a tensor of its own always does."""
 _ALIGNED = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_grouped_mm", "_scaled")
@@ -62,6 +67,8 @@ def _depends_on_strides(reader: Node, aligned: bool) -> bool:
     if target is operator.getitem or (packet(reader) in _FOLLOWED and target is not aten.view.dtype):
         return False
     if not isinstance(target, torch._ops.OpOverload):
+        return True
+    if packet(reader) in _STRIDES:
         return True
     if torch.Tag.flexible_layout in target.tags:
         return False

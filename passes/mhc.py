@@ -110,7 +110,8 @@ def _unled(pres: Sequence[PreMatch], posts: Sequence[PostMatch]) -> list[Missed]
 
 def _origin(node: Node) -> Node:
     """What `node` is, moved or cast."""
-    while node.op == "call_function" and packet(node) in PASSIVE and len(node.all_input_nodes) == 1:
+    moves = PASSIVE | {operator.getitem}
+    while node.op == "call_function" and packet(node) in moves and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
     return node
 

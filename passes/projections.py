@@ -21,7 +21,19 @@ from torch.fx import Graph, Node
 
 from dsv4_compile.passes.emission import call, item, reshape_rows
 from dsv4_compile.passes.layout import with_new_strides
-from dsv4_compile.passes.region import CAST, VIEW, aten, is_cast_up, is_floating, is_leaf, leaf_of, packet, shape, value
+from dsv4_compile.passes.region import (
+    CAST,
+    RESHAPE,
+    VIEW,
+    aten,
+    is_cast_up,
+    is_floating,
+    is_leaf,
+    leaf_of,
+    packet,
+    shape,
+    value,
+)
 from dsv4_compile.passes.sites import LinearInfo, Missed, PassResult, ProjectionGroup, module_path
 
 __all__ = ["ProjectionsPass"]
@@ -357,6 +369,8 @@ def _along_chain(graph: Graph, linear: _Linear, output: Node) -> Node:
     for node in linear.chain:
         if packet(node) is aten.permute:
             output = call(graph, aten.permute.default, (output, node.args[1]))
+        elif packet(node) in RESHAPE:
+            output = call(graph, aten.reshape.default, (output, [*node.args[1][:-1], linear.features]))
         elif packet(node) in VIEW:
             output = reshape_rows(graph, output, (*(shape(node) or ())[:-1], linear.features))
     return output

@@ -40,20 +40,21 @@ __all__ = [
 aten, prims = torch.ops.aten, torch.ops.prims
 
 
-def _packets(names: str, namespace: Any = aten) -> set[Any]:
+def packets(names: str, namespace: Any = aten) -> set[Any]:
+    """The operators of these names that this torch has."""
     return {getattr(namespace, n) for n in names.split() if hasattr(namespace, n)}
 
 
-CAST = _packets("_to_copy") | _packets("convert_element_type", prims)
-RESHAPE = _packets("view reshape _unsafe_view")
-VIEW = RESHAPE | _packets("unsqueeze squeeze alias detach lift_fresh_copy")
-LAYOUT = _packets("permute transpose t expand select slice split split_with_sizes unbind cat stack clone")
-POINTWISE = _packets(
+CAST = packets("_to_copy") | packets("convert_element_type", prims)
+RESHAPE = packets("view reshape _unsafe_view")
+VIEW = RESHAPE | packets("unsqueeze squeeze alias detach lift_fresh_copy")
+LAYOUT = packets("permute transpose t expand select slice split split_with_sizes unbind cat stack clone")
+POINTWISE = packets(
     "add sub rsub mul div neg reciprocal rsqrt sqrt exp exp2 log sigmoid tanh pow square addcmul addcdiv scalar_tensor"
 )
-REDUCTION = _packets("sum mean amax _softmax _log_softmax logsumexp linalg_vector_norm var")
-CUT = _packets("select slice split split_with_sizes unbind")
-PRODUCT = _packets("mm bmm addmm baddbmm mv dot")
+REDUCTION = packets("sum mean amax _softmax _log_softmax logsumexp linalg_vector_norm var")
+CUT = packets("select slice split split_with_sizes unbind")
+PRODUCT = packets("mm bmm addmm baddbmm mv dot")
 PASSIVE = VIEW | CAST | LAYOUT  # numbers are moved and cast, not computed
 ANALYTIC = PASSIVE | POINTWISE | REDUCTION | PRODUCT
 

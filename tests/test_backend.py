@@ -23,6 +23,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
 import dsv4_compile
+from dsv4_compile import verification
 from dsv4_compile.kernels.linear import packing
 from dsv4_compile.passes.mhc import MhcPass
 from tests.passes.test_mhc import error, oracle_of, residual
@@ -483,6 +484,45 @@ class Counting(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         self.state.add_(x.mean(0))
         return (*self.inner(x + self.state), self.state * 2)
+
+
+def in_a_list(state: Tensor) -> None:
+    torch._foreach_add_([state], 1.0)
+
+
+def by_keyword(state: Tensor) -> None:
+    torch.transpose(input=state, dim0=0, dim1=1).add_(1.0)
+
+
+def by_out(state: Tensor) -> None:
+    torch.add(state, 1.0, out=state)
+
+
+@pytest.mark.parametrize("write", [in_a_list, by_keyword, by_out])
+def test_verify_finds_every_way_to_write_a_parameter(write):
+    class Writing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.state = nn.Parameter(torch.zeros(3, 3), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            write(self.state)
+            return x + self.state
+
+    module = Writing()
+    run = compiled(module, verify=2)
+    for count in (1.0, 2.0, 3.0):
+        assert torch.equal(without_grad(run, torch.ones(3, 3)), torch.full((3, 3), 1 + count))
+        assert torch.equal(module.state, torch.full((3, 3), count))
+    assert notes() == "verify: 2 of the first 2 calls were compared, and none differed"
+
+
+def test_verify_compares_infinities_and_complex_numbers():
+    inf, nan = torch.tensor([torch.inf, 1.0]), torch.tensor([torch.nan, 1.0])
+    same = [(inf, inf), (nan, nan), (torch.tensor([1 + 2j]), torch.tensor([1 + 2j]))]
+    assert all(verification._difference([a], [b]) is None for a, b in same)
+    other = [(inf, -inf), (nan, inf), (inf, nan), (torch.tensor([1 + 2j]), torch.tensor([1 + 3j]))]
+    assert all(verification._difference([a], [b]) is not None for a, b in other)
 
 
 @pytest.mark.parametrize("parameter", [False, True], ids=["buffer", "parameter"])

@@ -53,6 +53,8 @@ class Head(nn.Module):
         self.e_proj, self.h_proj = (nn.Linear(config.hidden_size, config.hidden_size, bias=False) for _ in range(2))
         self.block = v4.DeepseekV4DecoderLayer(config, 0)
         self.hc_head = v4.DeepseekV4HyperHead(config)
+        for parameter in self.parameters():
+            nn.init.ones_(parameter)  # some are made without values, and `randomise` adds to what is there
         randomise(self)
         self.embed, self.rotary, self.output = main.model.embed_tokens, main.model.rotary_emb, main.lm_head
 
@@ -249,6 +251,8 @@ def test_head_that_transformers_makes_for_deepseek_v3():
     head = MtpModel(model, 1).eval()
     for part in (model, head):
         part.set_experts_implementation("grouped_mm")
+        for parameter in part.parameters():
+            nn.init.ones_(parameter)
         randomise(part)
     ids = tokens(9)
     with torch.no_grad():

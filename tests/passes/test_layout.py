@@ -64,7 +64,27 @@ def strided(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return a.as_strided((3, 2), (2, 1)) + 1, b + 1
 
 
+def scaled_in_part(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    a[..., :2].mul_(2)
+    return a.view(-1), b + 1
+
+
+def rotated_in_part(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    a[..., -2:].copy_(a[..., -2:].flip(-1) * 0.5)
+    return a.as_strided((12,), (4,)), b + 1
+
+
+def overwritten(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    a.copy_(b.repeat(1, 1, 2))
+    return a.view(-1), b + 1
+
+
+def strided_copies(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.as_strided_copy(a, (12,), (4,)), torch.as_strided_scatter(b, torch.ones(6), (6,), (4,))
+
+
 READERS = [split_heads, turned, parts, outputs, views_as_outputs, complex_numbers, bits, strided]
+READERS += [scaled_in_part, rotated_in_part, overwritten, strided_copies]
 
 
 @pytest.mark.parametrize("strategy", ["pack", "streams"])
@@ -148,6 +168,28 @@ def test_attention_gets_aligned_rows_and_no_needless_copy(widths, copies, tmp_pa
     (text,) = (path.read_text() for path in tmp_path.rglob("projections.py"))
     assert "_scaled_dot_product" in text
     assert text.count("aten.clone.default") == copies
+
+
+@pytest.mark.parametrize("strategy", ["pack", "streams"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_groups_of_an_activation_and_of_its_transpose(dynamic, strategy):
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c, self.d = (nn.Linear(16, width, bias=False) for width in (8, 4, 8, 4))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            turned = x.sin().transpose(0, 1)
+            return self.a(x), self.b(x), self.c(turned), self.d(turned)
+
+    module = Both()
+    options = {"compiler": "eager", "mhc": "off", "projections": strategy, "strict": True}
+    compiled = torch.compile(module, backend="dsv4", options=options, dynamic=dynamic)
+    for lead in ((2, 6), (3, 5)):
+        x = torch.randn(*lead, 16)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x), module(x))
+    assert names(dsv4_compile.report().graphs[0]) == [["a", "b"], ["c", "d"]]
 
 
 def test_permuted_rows_of_a_shared_activation():
