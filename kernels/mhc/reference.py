@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["compute_dtype", "mhc_head", "mhc_post", "mhc_post_pre", "mhc_pre", "sinkhorn"]
+__all__ = ["compute_dtype", "mhc_head", "mhc_post", "mhc_post_pre", "mhc_pre", "rounded_dtype", "sinkhorn"]
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -106,6 +106,11 @@ def _normalised(row: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     if weight is None:
         return row
     return row * torch.rsqrt(row.square().mean(dim=-1, keepdim=True) + eps) * weight.to(row.dtype)
+
+
+def rounded_dtype(mixing_dtype: torch.dtype | None) -> torch.dtype:
+    """What weights in float32 are rounded to for `mixing_dtype`: float32 where that rounds nothing."""
+    return torch.float32 if mixing_dtype in (None, torch.float64) else mixing_dtype
 
 
 def mhc_post(

@@ -39,6 +39,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from dsv4_compile.kernels.mhc.reference import rounded_dtype
+
 if TYPE_CHECKING:
     from dsv4_compile.kernels.mhc.tilelang_kernels import Finish, Mix
 
@@ -209,8 +211,7 @@ def _mix(
     logits = 0 if fn is None else fn.shape[0]
     x, post, comb, new_residual = mixing or (residual, None, None, residual)
     dtypes = [t.dtype for t in (residual, new_residual, x, residual if fn is None else fn)]
-    # The weights are float32: float64 rounds nothing.
-    dtypes.append(torch.float32 if mixing_dtype in (None, torch.float64) else mixing_dtype)
+    dtypes.append(rounded_dtype(mixing_dtype))
     types = tuple(TYPES[dtype] for dtype in dtypes)
     variant = _mix_variant(plan, n, hidden, logits, types, mixing is not None)
     kernel = _kernel(variant, residual.device.index)

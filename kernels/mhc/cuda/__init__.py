@@ -53,6 +53,7 @@ from dsv4_compile.kernels.mhc.cuda.plans import (
     fitting,
 )
 from dsv4_compile.kernels.mhc.cuda.tuning import choices
+from dsv4_compile.kernels.mhc.reference import rounded_dtype
 
 __all__ = [
     "PLANS",
@@ -106,11 +107,6 @@ def _ready(tensor: Tensor, types: tuple[torch.dtype, ...] = tuple(TYPES)) -> Ten
 
 
 _FLOAT = (torch.float32,)
-
-
-def _rounded(mixing_dtype: torch.dtype | None) -> torch.dtype:
-    """What float32 weights are rounded to for `mixing_dtype`."""
-    return torch.float32 if mixing_dtype in (None, torch.float64) else mixing_dtype
 
 
 # Where no device is named, as when kernels are compiled without one.
@@ -269,7 +265,7 @@ def _run(
         base.dtype,
         torch.float32 if norm_weight is None else norm_weight.dtype,
         out_dtype,
-        _rounded(mixing_dtype),
+        rounded_dtype(mixing_dtype),
     )
     denormal = constants[2] < NORMAL_EPS
     index, has_norm = device.index, norm_weight is not None
@@ -347,7 +343,7 @@ def mhc_post(
         return new_residual
     x, residual = _ready(x), _ready(residual)
     post, comb = _ready(post, _FLOAT), _ready(comb, _FLOAT)
-    dtypes = (residual.dtype, residual_dtype, x.dtype, *_FLOAT * 4, _rounded(mixing_dtype))
+    dtypes = (residual.dtype, residual_dtype, x.dtype, *_FLOAT * 4, rounded_dtype(mixing_dtype))
     types = tuple(TYPES[dtype] for dtype in dtypes)
     variant = Variant(PLANS[0][1], n, hidden, n, 0, types, True, False, False, "mhc_post")
     index = residual.device.index
