@@ -18,6 +18,24 @@ __all__ = ["TOLERANCE", "copy_of", "verified"]
 
 logger = logging.getLogger("dsv4_compile")
 
+_WRITING = [
+    "setitem",
+    "iadd",
+    "isub",
+    "imul",
+    "imatmul",
+    "itruediv",
+    "ifloordiv",
+    "imod",
+    "ipow",
+    "iand",
+    "ior",
+    "ixor",
+    "ilshift",
+    "irshift",
+]
+"""Functions of the module `operator` that write into their first argument."""
+
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest norm of a difference over the norm of the uncompiled result, by dtype."""
 
@@ -105,7 +123,7 @@ def _writes(node: torch.fx.Node) -> bool:
     schemas = [overload._schema for overload in overloads if isinstance(overload, torch._ops.OpOverload)]
     if schemas:
         return any(schema.is_mutable for schema in schemas)
-    return (name.endswith("_") and not name.endswith("__")) or name in ("setitem", "iadd", "isub", "imul", "itruediv")
+    return (name.endswith("_") and not name.endswith("__")) or name in _WRITING
 
 
 def _difference(actual: Any, expected: Any) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import operator
 import subprocess
 import sys
 from collections.abc import Callable
@@ -515,6 +516,14 @@ def test_verify_finds_every_way_to_write_a_parameter(write):
         assert torch.equal(without_grad(run, torch.ones(3, 3)), torch.full((3, 3), 1 + count))
         assert torch.equal(module.state, torch.full((3, 3), count))
     assert notes() == "verify: 2 of the first 2 calls were compared, and none differed"
+
+
+@pytest.mark.parametrize("name", ["iadd", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ilshift"])
+def test_verify_knows_the_operators_that_write(name):
+    graph = Graph()
+    state, other = graph.placeholder("state"), graph.placeholder("other")
+    graph.output(graph.call_function(getattr(operator, name), (state, other)))
+    assert 0 in verification._written(torch.fx.GraphModule(nn.Module(), graph))
 
 
 def test_verify_compares_infinities_and_complex_numbers():
