@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from dsv4_compile.kernels.driver import bindings, check
 from dsv4_compile.kernels.mhc import cuda, families, reference, warmup
 from dsv4_compile.kernels.mhc.cuda import ARGUMENTS, compilation, counters
-from dsv4_compile.kernels.mhc.cuda.driver import bindings, check
 from dsv4_compile.kernels.mhc.cuda.plans import (
     BUCKETS,
     DETERMINISTIC,

@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from dsv4_compile.kernels.choice import chooser
 from dsv4_compile.kernels.mhc import choices, cuda, families, warmup
 from dsv4_compile.kernels.mhc.cuda import cache, compilation, plans, timing, tuning
 from dsv4_compile.kernels.mhc.cuda.compilation import Variant, token_bytes
@@ -65,8 +66,8 @@ def pretend(card: Card, patch: pytest.MonkeyPatch) -> Timer:
     timer = Timer()
     patch.setattr(cuda, "_card", lambda index: card)
     patch.setattr(cache, "version", lambda: "test")
-    patch.setattr(tuning, "_capturing", lambda index: False)
-    patch.setattr(tuning, "_drain", lambda index: None)
+    patch.setattr(chooser, "capturing", lambda index: False)
+    patch.setattr(chooser, "drain", lambda index: None)
     patch.setattr(timing, "measure", timer)
     return timer
 
@@ -267,21 +268,21 @@ def test_an_unknown_switch_is_told_and_means_auto(
 def test_during_a_capture_the_default_serves_and_the_search_is_made_up_for(
     timer: Timer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tuning, "_capturing", lambda index: True)
+    monkeypatch.setattr(chooser, "capturing", lambda index: True)
     default = variant(300)
     assert variant(300) == default and timer.calls == []
     assert sources() == {"default: the stream is being captured"}
-    monkeypatch.setattr(tuning, "_capturing", lambda index: False)
+    monkeypatch.setattr(chooser, "capturing", lambda index: False)
     searched = variant(300)
     assert searched != default and len(timer.calls) == 1 and sources() == {"searched"}
-    monkeypatch.setattr(tuning, "_capturing", lambda index: True)
+    monkeypatch.setattr(chooser, "capturing", lambda index: True)
     assert variant(300) == searched
 
 
 def test_what_was_found_before_serves_a_capture(timer: Timer, monkeypatch: pytest.MonkeyPatch) -> None:
     searched = variant(300)
     clear()
-    monkeypatch.setattr(tuning, "_capturing", lambda index: True)
+    monkeypatch.setattr(chooser, "capturing", lambda index: True)
     assert variant(300) == searched and sources() == {"cached"}
 
 
@@ -393,7 +394,7 @@ def test_a_damaged_file_does_no_harm_where_no_search_is_possible(
     default = variant(300)
     clear()
     monkeypatch.setenv("DSV4_TUNE", "auto")
-    monkeypatch.setattr(tuning, "_capturing", lambda index: True)
+    monkeypatch.setattr(chooser, "capturing", lambda index: True)
     assert variant(300) == default != searched
     assert sources() == {"default: the stream is being captured"}
 
@@ -435,13 +436,13 @@ def test_a_file_that_cannot_be_replaced_is_one_reason_and_the_search_counts(
 def test_a_lock_that_is_not_released_is_waited_for_in_vain_and_tried_again_later(
     timer: Timer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(tuning, "PATIENCE", 0.2)
+    monkeypatch.setattr(chooser, "PATIENCE", 0.2)
     with cache.lock(ADA):
         default = variant(1)
     (entry,) = choices()
     assert timer.calls == [] and "others have been searching" in entry["source"] and len(caplog.records) == 1
     assert variant(1) == default and timer.calls == []  # at once: it waits a while before it tries again
-    monkeypatch.setattr(tuning.time, "monotonic", lambda now=tuning.time.monotonic: now() + tuning.AGAIN)
+    monkeypatch.setattr(chooser.time, "monotonic", lambda now=chooser.time.monotonic: now() + chooser.AGAIN)
     assert variant(1) != default and len(timer.calls) == 1 and sources() == {"searched"}
 
 
@@ -457,7 +458,7 @@ def test_what_a_busy_neighbour_has_found_is_used_while_it_goes_on_searching(time
         start = time.monotonic()
         variant(1)
         late.join()
-    assert sources() == {"cached"} and len(timer.calls) == 1 and time.monotonic() - start < tuning.PATIENCE / 2
+    assert sources() == {"cached"} and len(timer.calls) == 1 and time.monotonic() - start < chooser.PATIENCE / 2
 
 
 def test_what_was_queued_is_waited_for_before_a_lock_is_held(timer: Timer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -466,9 +467,9 @@ def test_what_was_queued_is_waited_for_before_a_lock_is_held(timer: Timer, monke
 
     def drain(index: int) -> None:
         with cache.lock(ADA).acquire(timeout=0):
-            free.append(not tuning._locks[index].locked())
+            free.append(not chooser._locks[index].locked())
 
-    monkeypatch.setattr(tuning, "_drain", drain)
+    monkeypatch.setattr(chooser, "drain", drain)
     variant(1)
     variant(100)
     assert free == [True, True] and len(timer.calls) == 2

@@ -36,9 +36,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4_compile.kernels.driver import bindings, check
 from dsv4_compile.kernels.mhc.cuda import counters, tuning
 from dsv4_compile.kernels.mhc.cuda.compilation import NORMAL_EPS, TYPES, Variant, kernel, token_bytes
-from dsv4_compile.kernels.mhc.cuda.driver import bindings, check
 from dsv4_compile.kernels.mhc.cuda.launch import ARGUMENTS, enqueue
 from dsv4_compile.kernels.mhc.cuda.plans import (
     BUCKETS,
@@ -160,7 +160,7 @@ def _settle(tokens: int, plan: Plan | None, *common: Any) -> bool:
 
 def _chosen(tokens: int, plan: Plan | None, *common: Any) -> Variant:
     """The kernel for `tokens` rows with the plans now in force; see `_fitted` for the other arguments."""
-    return _fitted(plan or tuning.choice(_problem(*common), tokens).plan, *common)
+    return _fitted(plan or tuning.plan(_problem(*common), tokens), *common)
 
 
 def _problem(

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from dsv4_compile.kernels.mhc.cuda.driver import bindings, check
+from dsv4_compile.kernels.choice.store import cache_folder
+from dsv4_compile.kernels.driver import bindings, check
 from dsv4_compile.kernels.mhc.cuda.plans import Plan
 
-__all__ = ["NORMAL_EPS", "TYPES", "Variant", "cache_folder", "cubin", "kernel", "token_bytes"]
+__all__ = ["NORMAL_EPS", "TYPES", "Variant", "cubin", "kernel", "token_bytes"]
 
 logger = logging.getLogger("dsv4_compile.kernels")
 
@@ -116,13 +117,6 @@ def cubin(variant: Variant, capability: tuple[int, int]) -> bytes:
     except OSError as error:
         logger.info("The compiled mHC kernel is not kept, the folder cannot be written: %s", error)
     return code
-
-
-def cache_folder() -> Path:
-    """Where machine code and plans are kept: beside what Inductor keeps."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return Path(cache_dir()) / "dsv4"
 
 
 @functools.cache

@@ -16,7 +16,7 @@ import threading
 import torch
 from torch import Tensor
 
-from dsv4_compile.kernels.mhc.cuda.driver import bindings, check
+from dsv4_compile.kernels.driver import bindings, check
 
 __all__ = ["Arena", "prepare", "take"]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from dsv4_compile.kernels.driver import bindings, check
 from dsv4_compile.kernels.mhc.cuda.compilation import Variant, kernel
-from dsv4_compile.kernels.mhc.cuda.driver import bindings, check
 from dsv4_compile.kernels.mhc.cuda.plans import WARPS
 
 __all__ = ["ARGUMENTS", "enqueue"]

@@ -1,8 +1,7 @@
-"""How long a launch takes, one plan beside the other.
+"""How long a launch takes, one plan beside the other (`choice/replays.py`).
 
-Graphs of launches are replayed in turns. The launches of a graph go round sets of buffers that together are larger
-than the L2 cache, as those of a model's layers are. Buffers, stream and graphs are the driver's own: torch's allocator
-(which might be routed to the memory pool of a CUDA graph), its streams and its random numbers are left alone.
+The launches of a graph go round sets of buffers that together are larger than the L2 cache, as those of a model's
+layers are. Buffers, stream and graphs are the driver's own.
 """
 
 from __future__ import annotations
@@ -10,23 +9,21 @@ from __future__ import annotations
 import bisect
 import concurrent.futures
 import contextlib
+import functools
 import itertools
 import os
-import statistics
-import time
 from typing import Any
 
 import torch
 
+from dsv4_compile.kernels.choice import replays
+from dsv4_compile.kernels.choice.replays import LAUNCHES
+from dsv4_compile.kernels.driver import bindings, check
 from dsv4_compile.kernels.mhc.cuda.compilation import BYTES, Variant, cubin, kernel
-from dsv4_compile.kernels.mhc.cuda.driver import bindings, check
 from dsv4_compile.kernels.mhc.cuda.launch import ARGUMENTS, enqueue
 
 __all__ = ["measure"]
 
-LAUNCHES = 20  # in a graph, or once round the buffers
-ROUNDS = 15
-WARM_UP = 0.03  # seconds, for the clocks to rise
 MEMORY = 1 << 30  # bytes at most, and half of what is free
 FILL = 0x3F003F00  # 0.5 in float32 and bfloat16, 1.75 in float16
 CONSTANTS = (1e-6, 1e-6, 1e-6, 2.0, 1e-6)
@@ -42,27 +39,23 @@ def measure(variants: list[Variant], counts: range, index: int) -> dict[Variant,
     """
     with torch.cuda.device(index), contextlib.ExitStack() as stack:
         driver, _ = bindings()
-        # A capture of another thread is not to be spoilt by what is loaded and allocated here.
-        relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        mode = check(driver.cuThreadExchangeStreamCaptureMode(relaxed))
-        stack.callback(driver.cuThreadExchangeStreamCaptureMode, mode)
+        replays.beside_captures(stack)
         torch.cuda.current_stream(index).synchronize()  # also makes the device's context current in this thread
         variants = _compiled(variants, index)
         tokens, sets = _room(variants, counts, index)
         stream = check(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
         stack.callback(driver.cuStreamDestroy, stream)
         size = _shared(variants, tokens) + sets * _bytes_of_set(variants[0], tokens)
-        memory = check(driver.cuMemAlloc(size))
-        stack.callback(driver.cuMemFree, memory)
+        memory = replays.allocate(size, stack)
         check(driver.cuMemsetD32Async(memory, FILL, size // 4, stream))
         graphs = {}
         for variant in variants:
-            arguments = _arguments(variant, tokens, sets, int(memory), _shared(variants, tokens))
-            graphs[variant] = _graph(variant, tokens, arguments, index, stream)
-            stack.callback(driver.cuGraphExecDestroy, graphs[variant])
+            arguments = _arguments(variant, tokens, sets, memory, _shared(variants, tokens))
+            launch = functools.partial(_launch, variant, tokens, arguments, index, stream)
+            graphs[variant] = replays.captured(launch, stream, stack)
         # The counters come first. A launch leaves them at zero.
         check(driver.cuMemsetD32Async(memory, 0, _counters(variants, tokens), stream))
-        return _replayed(graphs, len(arguments), stream)
+        return replays.medians(graphs, len(arguments), stream)
 
 
 def _compiled(variants: list[Variant], index: int) -> list[Variant]:
@@ -128,9 +121,7 @@ def _counters(variants: list[Variant], tokens: int) -> int:
 
 def _room(variants: list[Variant], counts: range, index: int) -> tuple[int, int]:
     """The token count and the number of sets of buffers."""
-    driver, _ = bindings()
-    free, _ = check(driver.cuMemGetInfo())
-    budget = min(MEMORY, free // 2)
+    budget = replays.budget(MEMORY)
 
     def needed(tokens: int) -> int:
         return _shared(variants, tokens) + _bytes_of_set(variants[0], tokens)
@@ -140,8 +131,7 @@ def _room(variants: list[Variant], counts: range, index: int) -> tuple[int, int]
         raise RuntimeError(f"it takes {needed(counts[0]) >> 20} MiB, and {budget >> 20} can be had")
     tokens = counts[fitting - 1]
     of_set = _bytes_of_set(variants[0], tokens)
-    wanted = 2 * torch.cuda.get_device_properties(index).L2_cache_size // of_set + 1
-    return tokens, min(wanted, (budget - _shared(variants, tokens)) // of_set)
+    return tokens, replays.sets_beyond_cache(of_set, budget - _shared(variants, tokens), index)
 
 
 def _arguments(variant: Variant, tokens: int, sets: int, memory: int, shared: int) -> list[bytes]:
@@ -157,40 +147,6 @@ def _arguments(variant: Variant, tokens: int, sets: int, memory: int, shared: in
     return packed * max(1, LAUNCHES // sets)
 
 
-def _graph(variant: Variant, tokens: int, arguments: list[bytes], index: int, stream: Any) -> Any:
-    driver, _ = bindings()
-    check(driver.cuStreamBeginCapture(stream, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
-    try:
-        for packed in arguments:
-            enqueue(variant, index, int(stream), variant.sizes(tokens)[0], packed)
-    finally:
-        graph = check(driver.cuStreamEndCapture(stream))
-    try:
-        return check(driver.cuGraphInstantiate(graph, 0))
-    finally:
-        driver.cuGraphDestroy(graph)
-
-
-def _replayed(graphs: dict[Variant, Any], launches: int, stream: Any) -> dict[Variant, float]:
-    """The median over the rounds; the plans take turns in each."""
-    driver, _ = bindings()
-    with contextlib.ExitStack() as stack:
-        start, end = (check(driver.cuEventCreate(0)) for _ in range(2))
-        for event in (start, end):
-            stack.callback(driver.cuEventDestroy, event)
-
-        def replay(graph: Any) -> float:
-            check(driver.cuEventRecord(start, stream))
-            check(driver.cuGraphLaunch(graph, stream))
-            check(driver.cuEventRecord(end, stream))
-            check(driver.cuEventSynchronize(end))
-            return 1e3 * check(driver.cuEventElapsedTime(start, end)) / launches
-
-        warm = time.monotonic() + WARM_UP
-        while True:
-            for graph in graphs.values():
-                replay(graph)
-            if time.monotonic() > warm:
-                break
-        rounds = [[replay(graph) for graph in graphs.values()] for _ in range(ROUNDS)]
-        return dict(zip(graphs, map(statistics.median, zip(*rounds, strict=True)), strict=True))
+def _launch(variant: Variant, tokens: int, arguments: list[bytes], index: int, stream: Any) -> None:
+    for packed in arguments:
+        enqueue(variant, index, int(stream), variant.sizes(tokens)[0], packed)
