@@ -1,8 +1,9 @@
-"""Linear layers that read one input: on several streams, or as one product over weights that lie side by side.
+"""Linear layers that read one input: on several streams, as one product over weights that lie side by side, or both.
 
-Importing this package registers `torch.ops.dsv4.parallel_linear` and `torch.ops.dsv4.packed_linear`.
+Importing this package registers `torch.ops.dsv4.grouped_linear`, `parallel_linear` and `packed_linear`.
 """
 
-from dsv4_compile.kernels.linear.operators import packed_linear, parallel_linear
+from dsv4_compile.kernels.linear.operators import grouped_linear, packed_linear, parallel_linear
+from dsv4_compile.kernels.linear.tuning import choices, warmup
 
-__all__ = ["packed_linear", "parallel_linear"]
+__all__ = ["choices", "grouped_linear", "packed_linear", "parallel_linear", "warmup"]

@@ -1,11 +1,11 @@
-"""Operators for linear layers on one input: `dsv4::parallel_linear` and `dsv4::packed_linear`.
+"""Operators for linear layers on one input: `dsv4::grouped_linear`, `dsv4::parallel_linear` and `dsv4::packed_linear`.
 
-Both are functional, and both read the weights as they are when called: nothing about their values or addresses is kept.
-Which one runs is the choice of whoever writes the graph; the results are those of `torch.nn.functional.linear`.
+All are functional, and all read the weights as they are when called; the results are those of
+`torch.nn.functional.linear`. `grouped_linear` chooses by measurement how it runs. The others run as they are named,
+which is the choice of whoever writes the graph.
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,14 +13,20 @@ import torch
 from torch import Tensor
 
 from dsv4_compile.kernels import streams as auxiliary
-from dsv4_compile.kernels.linear import packing
+from dsv4_compile.kernels.linear import grouped, packing
+from dsv4_compile.kernels.linear.products import check, check_dtypes, check_streams, joined, linear, multiply, rows_of
 from dsv4_compile.kernels.lowering import directly
 
-__all__ = ["packed_linear", "parallel_linear"]
+__all__ = ["grouped_linear", "packed_linear", "parallel_linear"]
 
 _library = torch.library.Library("dsv4", "FRAGMENT")
 # flexible_layout: any strides will do, so Inductor need not copy an input into its eager layout.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
+_library.define(
+    "grouped_linear(Tensor x, Tensor[] weights, Tensor?[] biases, int[] streams, int max_tokens=1024, bool pack=True)"
+    " -> Tensor[]",
+    tags=_TAGS,
+)
 _library.define(
     "parallel_linear(Tensor x, Tensor[] weights, Tensor?[] biases, int[] streams, int max_tokens=1024) -> Tensor[]",
     tags=_TAGS,
@@ -29,6 +35,41 @@ _library.define(
     "packed_linear(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor",
     tags=_TAGS,
 )
+
+
+def grouped_linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    streams: Sequence[int],
+    max_tokens: int = 1024,
+    pack: bool = True,
+) -> list[Tensor]:
+    """Linear layers on one input, in the way that is the fastest for their shapes and the number of rows.
+
+    The ways (`strategies.STRATEGIES`): one product for each weight, in turn or on several streams; one product for each
+    run of weights of one dtype that lie one behind the other in memory (`packing.pack`), in turn or on several streams.
+    Which one runs is measured once on the card for each range of row counts and kept (`tuning.py`). Where nothing is
+    measured - a CPU, a capture, `DSV4_TUNE=0` - it is `strategies.default`. Where the weights lie is looked up in every
+    call.
+
+    Args:
+        x: `[..., K]`, any strides and any dtype; it is cast to the dtype of each weight.
+        weights: `[M_i, K]` each, any strides, dtypes may differ.
+        biases: `[M_i]` in the dtype of the weight, or `None`, one for each weight.
+        streams: where each runs if the layers run on several streams: 0 is the current stream, `s` the auxiliary stream
+            `s` of the device. All 0: nothing leaves the current stream.
+        max_tokens: with more rows than this in `x` nothing leaves the current stream.
+        pack: whether weights that lie one behind the other may be read as one.
+
+    Returns:
+        `[..., sum M_i]` for each dtype among the weights, in order of first appearance: the results of the weights of
+        that dtype side by side, in their order; contiguous.
+
+    Raises:
+        RuntimeError: the lists differ in length, a stream is negative, or a shape does not fit.
+    """
+    return torch.ops.dsv4.grouped_linear(x, weights, biases, streams, max_tokens, pack)
 
 
 def parallel_linear(
@@ -83,9 +124,9 @@ def packed_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor 
 def _parallel(
     x: Tensor, weights: list[Tensor], biases: list[Tensor | None], streams: list[int], max_tokens: int = 1024
 ) -> list[Tensor]:
-    _check(x, weights, biases)
-    _check_streams(weights, streams)
-    rows = _rows(x)
+    check(x, weights, biases)
+    check_streams(weights, streams)
+    rows = rows_of(x)
     # Allocated here, before the fork and on the current stream: the caching allocator then knows them as tensors of
     # that stream, in a capture as well, and a late reader cannot meet them reused by a side stream.
     outputs = [x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=weight.dtype) for weight in weights]
@@ -106,17 +147,29 @@ def _parallel(
 def _parallel_fake(
     x: Tensor, weights: list[Tensor], biases: list[Tensor | None], streams: list[int], max_tokens: int = 1024
 ) -> list[Tensor]:
-    _check(x, weights, biases)
-    _check_streams(weights, streams)
+    check(x, weights, biases)
+    check_streams(weights, streams)
     return [x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=weight.dtype) for weight in weights]
 
 
 def _parallel_composed(
     x: Tensor, weights: list[Tensor], biases: list[Tensor | None], streams: list[int], max_tokens: int = 1024
 ) -> list[Tensor]:
-    _check(x, weights, biases)
-    _check_streams(weights, streams)
-    return [_linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    check(x, weights, biases)
+    check_streams(weights, streams)
+    return [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+
+
+_Layer = tuple[Tensor, Tensor | None, Tensor]
+"""Weight `[M, K]`, bias `[M]` and output `[N, M]` of one layer."""
+
+
+def _multiply_all(rows: Tensor, layers: Sequence[_Layer]) -> None:
+    casts: dict[torch.dtype, Tensor] = {}
+    for weight, bias, out in layers:
+        if weight.dtype not in casts:
+            casts[weight.dtype] = rows.to(weight.dtype)
+        multiply(casts[weight.dtype], weight.t(), bias, out)
 
 
 # ---------------------------------------------------------------------------------------------------- packed_linear
@@ -126,115 +179,33 @@ def _packed(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> Te
     if x.dtype is weights[0].dtype and all(bias is None for bias in biases) and packing.separation(weights) is None:
         # What serving does in every layer, with as little on the host as can be.
         whole = packing.packed_view(weights)
-        return torch.mm(_rows(x), whole.t()).view(*x.shape[:-1], whole.shape[0])
-    _check(x, weights, biases)
+        return torch.mm(rows_of(x), whole.t()).view(*x.shape[:-1], whole.shape[0])
+    check(x, weights, biases)
     reason = packing.separation(weights)
     if reason is not None:
-        _check_dtypes(weights)
-    rows = _rows(x).to(weights[0].dtype)
+        check_dtypes(weights)
+    rows = rows_of(x).to(weights[0].dtype)
     if reason is None:
-        product = _multiply(rows, packing.packed_view(weights), _joined(biases, weights))
+        product = multiply(rows, packing.packed_view(weights).t(), joined(biases, weights))
     else:
         packing.record_fallback(reason)
         sizes = [weight.shape[0] for weight in weights]
         product = rows.new_empty((rows.shape[0], sum(sizes)))
         for weight, bias, part in zip(weights, biases, product.split(sizes, dim=1), strict=True):
-            _multiply(rows, weight, bias, part)
+            multiply(rows, weight.t(), bias, part)
     return product if x.dim() == 2 else product.view(*x.shape[:-1], product.shape[1])
 
 
 def _packed_fake(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> Tensor:
-    _check(x, weights, biases)
-    _check_dtypes(weights)
+    check(x, weights, biases)
+    check_dtypes(weights)
     return x.new_empty((*x.shape[:-1], sum(weight.shape[0] for weight in weights)), dtype=weights[0].dtype)
 
 
 def _packed_composed(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> Tensor:
-    _check(x, weights, biases)
-    _check_dtypes(weights)
-    return torch.cat([_linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)], dim=-1)
-
-
-def _joined(biases: list[Tensor | None], weights: list[Tensor]) -> Tensor | None:
-    """One bias for all, with zeros where there is none.
-
-    Added within the product and not to its result, which would round a low-precision sum twice.
-    """
-    if all(bias is None for bias in biases):
-        return None
-    missing = max((weight.shape[0] for weight, bias in zip(weights, biases, strict=True) if bias is None), default=0)
-    zeros = weights[0].new_zeros(missing) if missing else None
-    parts = []
-    for weight, bias in zip(weights, biases, strict=True):
-        if bias is not None:
-            parts.append(bias)
-        elif zeros is not None:
-            parts.append(zeros[: weight.shape[0]])
-    return torch.cat(parts)
-
-
-# ------------------------------------------------------------------------------------------------------------- both
-
-_Layer = tuple[Tensor, Tensor | None, Tensor]
-"""Weight `[M, K]`, bias `[M]` and output `[N, M]` of one layer."""
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-
-
-def _multiply_all(rows: Tensor, layers: Sequence[_Layer]) -> None:
-    casts: dict[torch.dtype, Tensor] = {}
-    for weight, bias, out in layers:
-        if weight.dtype not in casts:
-            casts[weight.dtype] = rows.to(weight.dtype)
-        _multiply(casts[weight.dtype], weight, bias, out)
-
-
-def _multiply(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """`[N, M] = rows[N, K] @ weight[M, K].T + bias[M]`, into `out` if given, which may be columns of a wider matrix."""
-    if bias is None:
-        return torch.mm(rows, weight.t(), out=out)
-    return torch.addmm(bias, rows, weight.t(), out=out)
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    rows = torch.nn.functional.linear(_rows(x).to(weight.dtype), weight, bias)
-    return rows.view(*x.shape[:-1], weight.shape[0])
-
-
-def _check(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
-    if len(weights) != len(biases) or not weights:
-        raise RuntimeError(
-            f"A linear layer needs a weight, and a bias or None for it, and there were {len(weights)} weights "
-            f"and {len(biases)} biases."
-        )
-    features = x.shape[-1] if x.dim() > 0 else None
-    for layer, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-        shape = weight.shape
-        if len(shape) != 2 or features is None or shape[1] != features:
-            raise RuntimeError(
-                f"Layer {layer} needs x [..., K] and a weight [M, K], and their shapes are {list(x.shape)} "
-                f"and {list(weight.shape)}."
-            )
-        if bias is not None and (bias.dtype != weight.dtype or bias.dim() != 1 or bias.shape[0] != shape[0]):
-            raise RuntimeError(
-                f"The bias of layer {layer} must be [{shape[0]}] in {weight.dtype}, and it is "
-                f"{list(bias.shape)} in {bias.dtype}."
-            )
-
-
-def _check_streams(weights: Sequence[Tensor], streams: Sequence[int]) -> None:
-    if len(streams) != len(weights) or min(streams) < 0:
-        raise RuntimeError(
-            f"Each of the {len(weights)} weights needs a stream of 0 or more, and the streams are {list(streams)}."
-        )
-
-
-def _check_dtypes(weights: Sequence[Tensor]) -> None:
-    dtypes = sorted({str(weight.dtype) for weight in weights})
-    if len(dtypes) > 1:
-        raise RuntimeError(f"Packed linear layers need weights of one dtype, and theirs are {', '.join(dtypes)}.")
+    check(x, weights, biases)
+    check_dtypes(weights)
+    return torch.cat([linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)], dim=-1)
 
 
 # ----------------------------------------------------------------------------------------------------- registration
@@ -258,6 +229,7 @@ def _with_autograd(operator: Any, composed: Callable[..., Any]) -> Callable[...,
 
 
 for _name, _run, _fake, _composed in (
+    ("grouped_linear", grouped.run, grouped.fake, grouped.composed),
     ("parallel_linear", _parallel, _parallel_fake, _parallel_composed),
     ("packed_linear", _packed, _packed_fake, _packed_composed),
 ):

@@ -1,0 +1,230 @@
+"""What `dsv4::grouped_linear` does in a call: looks up where the weights lie and which way is chosen, and runs it.
+
+What is remembered of a list of weights has their addresses as a key and is used for weights of the same sizes, strides
+and dtypes only, so that a weight that was moved or replaced is another list: nothing about its values is kept.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_compile.kernels.linear import packing, products, strategies, tuning
+from dsv4_compile.kernels.linear.strategies import Plan, Problem
+from dsv4_compile.kernels.linear.tuning import LIMITS
+
+__all__ = ["composed", "fake", "run", "run_as"]
+
+_KEEP = 4096
+"""Lists of weights that are remembered."""
+
+_address = torch.Tensor.data_ptr
+
+
+class _Group:
+    """What is known of a list of weights `[M_i, K]`, without the weights themselves."""
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        self.same = _sameness(weights)
+        self.columns = weights[0].shape[1]
+        self.features = tuple(weight.shape[0] for weight in weights)
+        self.dtypes = tuple(weight.dtype for weight in weights)
+        self.runs = _runs(weights)
+        self.plans: dict[tuple[Any, ...], Plan] = {}
+        """Plans that are chosen for good, by what the call adds."""
+
+    def problem(self, rows: Tensor, biases: Sequence[Tensor | None], streams: Sequence[int], pack: bool) -> Problem:
+        return Problem(
+            tuning.card_of(rows.device.index if rows.is_cuda else None),
+            self.columns,
+            self.features,
+            self.dtypes,
+            tuple(bias is not None for bias in biases),
+            self.runs if pack else tuple((i,) for i in range(len(self.features))),
+            tuple(streams),
+            rows.dtype,
+            rows.is_contiguous(),
+        )
+
+
+_groups: dict[tuple[int, ...], _Group] = {}
+
+
+def run(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor | None],
+    streams: list[int],
+    max_tokens: int = 1024,
+    pack: bool = True,
+) -> list[Tensor]:
+    """The operator, see `operators.grouped_linear`."""
+    addresses = tuple(map(_address, weights))
+    group = _groups.get(addresses)
+    if group is None or not group.same(*weights):
+        group = _remember(addresses, x, weights, biases, streams)
+    rows = products.rows_of(x)
+    tokens = rows.shape[0]
+    without = [bias is None for bias in biases]
+    key = (
+        bisect_left(LIMITS, tokens), tokens <= max_tokens, rows.dtype, rows.is_contiguous(), pack, *streams, None,
+        *without,
+    )  # fmt: skip
+    plan = group.plans.get(key)
+    if plan is None:
+        plan = _choose(group, key, x, rows, weights, biases, streams, max_tokens, pack)
+    elif not all(without):
+        products.check(x, weights, biases)
+    try:
+        operands = plan.operands(weights)
+    except RuntimeError:
+        # The addresses are those of a run, and other storages lie there now.
+        group = _remember(addresses, x, weights, biases, streams)
+        plan = _choose(group, key, x, rows, weights, biases, streams, max_tokens, pack)
+        operands = plan.operands(weights)
+    return _run(plan, operands, x, rows, weights, biases)
+
+
+def run_as(
+    name: str,
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor | None],
+    streams: list[int],
+) -> list[Tensor]:
+    """The operator with the way `name` of `strategies.STRATEGIES`. For measurements and tests."""
+    rows = products.rows_of(x)
+    problem = _Group(weights).problem(rows, biases, streams, True)
+    plan = strategies.plan_of(name, problem)
+    return _run(plan, plan.operands(weights), x, rows, weights, biases)
+
+
+def fake(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor | None],
+    streams: list[int],
+    max_tokens: int = 1024,
+    pack: bool = True,
+) -> list[Tensor]:
+    """Outputs without values."""
+    products.check(x, weights, biases)
+    products.check_streams(weights, streams)
+    widths: dict[torch.dtype, int] = {}
+    for weight in weights:
+        widths[weight.dtype] = widths.get(weight.dtype, 0) + weight.shape[0]
+    return [x.new_empty((*x.shape[:-1], width), dtype=dtype) for dtype, width in widths.items()]
+
+
+def composed(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor | None],
+    streams: list[int],
+    max_tokens: int = 1024,
+    pack: bool = True,
+) -> list[Tensor]:
+    """Outputs that have gradients."""
+    products.check(x, weights, biases)
+    products.check_streams(weights, streams)
+    parts: dict[torch.dtype, list[Tensor]] = {}
+    for weight, bias in zip(weights, biases, strict=True):
+        parts.setdefault(weight.dtype, []).append(products.linear(x, weight, bias))
+    return [torch.cat(of_dtype, dim=-1) for of_dtype in parts.values()]
+
+
+def _remember(
+    addresses: tuple[int, ...],
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor | None],
+    streams: list[int],
+) -> _Group:
+    products.check(x, weights, biases)
+    products.check_streams(weights, streams)
+    if len(_groups) >= _KEEP:
+        _groups.clear()
+    group = _groups[addresses] = _Group(weights)
+    return group
+
+
+def _choose(
+    group: _Group,
+    key: tuple[Any, ...],
+    x: Tensor,
+    rows: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    streams: Sequence[int],
+    max_tokens: int,
+    pack: bool,
+) -> Plan:
+    """The plan for such a call, remembered if it is for good."""
+    products.check(x, weights, biases)
+    products.check_streams(weights, streams)
+    index = rows.device.index if rows.is_cuda else None
+    problem = group.problem(rows, biases, streams, pack)
+    name, problem, settled = tuning.strategy(problem, rows.shape[0], max_tokens, index)
+    plan = strategies.plan_of(name, problem)
+    if settled:
+        group.plans[key] = plan
+    return plan
+
+
+def _run(
+    plan: Plan,
+    operands: list[list[Tensor]],
+    x: Tensor,
+    rows: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+) -> list[Tensor]:
+    if plan.alone:
+        # What serving does in most layers, with as little on the host as can be.
+        outputs = [plan.multiply(rows, operands[0][0], None, None)]
+    else:
+        tokens, columns = rows.shape
+        outputs = [rows.new_empty((tokens, width), dtype=dtype) for dtype, width in plan.outputs]
+        casts = {dtype: rows.new_empty((tokens, columns), dtype=dtype) for dtype in plan.casts}
+        strategies.execute(plan, rows, operands, weights, biases, outputs, casts)
+    if x.dim() == 2:
+        return outputs
+    return [output.view(*x.shape[:-1], output.shape[1]) for output in outputs]
+
+
+def _runs(weights: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
+    """The members of each run of weights of one dtype that lie one behind the other, in the order of the outputs."""
+    runs: list[list[int]] = []
+    for dtype in dict.fromkeys(weight.dtype for weight in weights):
+        run: list[int] = []
+        for member in (i for i, weight in enumerate(weights) if weight.dtype == dtype):
+            if run and packing.separation([weights[i] for i in (*run, member)]) is None:
+                run.append(member)
+            else:
+                run = [member]
+                runs.append(run)
+    return tuple(map(tuple, runs))
+
+
+def _sameness(weights: Sequence[Tensor]) -> Callable[..., bool]:
+    """Whether tensors have the sizes, strides, dtypes and device that `weights` have, in one call of C++ if possible.
+
+    It is what Dynamo guards with, a fraction of the cost of asking each tensor; it holds no tensor.
+    """
+    sizes, strides = [list(weight.shape) for weight in weights], [list(weight.stride()) for weight in weights]
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        # The types that torch declares are those of one tensor's list.
+        return TensorGuards(*weights, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check  # type: ignore[arg-type]
+    except (ImportError, TypeError):
+        known = [_facts(weight) for weight in weights]
+        return lambda *others: [_facts(other) for other in others] == known
+
+
+def _facts(weight: Tensor) -> tuple[Any, ...]:
+    return weight.shape, weight.stride(), weight.dtype, weight.device
