@@ -78,7 +78,8 @@ def recall(key: str) -> Collected | None:
 
 def _result(record: Mapping[str, Any]) -> PassResult:
     groups = tuple(
-        ProjectionGroup(**{**g, "linears": tuple(LinearInfo(**x) for x in g["linears"])}) for g in record["projections"]
+        ProjectionGroup(**{**g, "linears": tuple(LinearInfo(**x) for x in g["linears"]), "measured": ()})
+        for g in record["projections"]
     )
     return PassResult(
         mhc=tuple(MhcSite(**s) for s in record["mhc"]),
@@ -92,13 +93,24 @@ def _result(record: Mapping[str, Any]) -> PassResult:
 def pack(collected: Collected, inputs: Sequence[Any], graph: GraphReport) -> None:
     """Lays the weights of each packed group one behind the other; the parameters become views of that storage."""
     for result in collected.results:
-        groups = [group for group in result.projections if group.strategy == "pack"]
-        for group, positions in zip(groups, result.packs, strict=True):
-            reason = _pack([inputs[i] for i in positions])
-            if reason is not None:
-                graph.notes.append(f"a packed group runs as separate products: {reason}")
-                at = graph.projections.index(group)
-                graph.projections[at] = dataclasses.replace(group, strategy="serial", reason=f"not packed: {reason}")
+        positions = iter(result.packs)
+        for group in result.projections:
+            for _ in range(1 if group.strategy == "pack" else group.packs):
+                reason = _pack([inputs[i] for i in next(positions)])
+                if reason is not None:
+                    _note(graph, group, reason)
+
+
+def _note(graph: GraphReport, group: ProjectionGroup, reason: str) -> None:
+    """Says in the report that weights of `group` could not be packed."""
+    at = next(i for i, known in enumerate(graph.projections) if known.linears is group.linears)
+    if group.strategy == "measured":
+        graph.notes.append(f"weights of a group stay apart: {reason}")
+        reason = f"{graph.projections[at].reason}; not packed: {reason}"
+        graph.projections[at] = dataclasses.replace(group, reason=reason)
+        return
+    graph.notes.append(f"a packed group runs as separate products: {reason}")
+    graph.projections[at] = dataclasses.replace(group, strategy="serial", reason=f"not packed: {reason}")
 
 
 def _pack(weights: Sequence[Any]) -> str | None:

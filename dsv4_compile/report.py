@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,8 +12,9 @@ from typing import Any
 
 import torch
 
+from dsv4_compile.kernels import linear as linear_kernels
 from dsv4_compile.kernels.streams import stream_counts
-from dsv4_compile.passes.sites import LinearInfo, MhcSite, Missed, PassResult, ProjectionGroup
+from dsv4_compile.passes.sites import LinearInfo, MeasuredChoice, MhcSite, Missed, PassResult, ProjectionGroup
 
 __all__ = ["CompileReport", "CudaGraphs", "GraphReport", "Piece", "new_report", "report", "reports"]
 
@@ -64,6 +66,11 @@ class GraphReport:
     streams: int = 0
     notes: list[str] = field(default_factory=list)
 
+    def measured(self) -> list[ProjectionGroup]:
+        """`projections` with what has been chosen for each of them by now, which is known once the graph has run."""
+        choices = linear_kernels.choices()
+        return [dataclasses.replace(group, measured=_choices_of(group, choices)) for group in self.projections]
+
     def add(self, result: PassResult) -> None:
         """Takes up what one pass did."""
         self.mhc += result.mhc
@@ -95,7 +102,10 @@ class CompileReport:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe. `effective` maps an option to its value, or to {"value", "reason"} where it differs."""
-        plain: dict[str, Any] = json.loads(json.dumps({**dataclasses.asdict(self), "streams": self.streams}))
+        known = dataclasses.replace(
+            self, graphs=[dataclasses.replace(graph, projections=graph.measured()) for graph in self.graphs]
+        )
+        plain: dict[str, Any] = json.loads(json.dumps({**dataclasses.asdict(known), "streams": self.streams}))
         return plain
 
     def to_json(self) -> str:
@@ -122,7 +132,9 @@ def _graph_lines(graph: GraphReport) -> list[str]:
         lines.append("  nothing matched")
     lines += [f"  note: {note}" for note in graph.notes]
     lines += [_mhc_line(site) for site in graph.mhc]
-    lines += [_group_line(group) for group in graph.projections]
+    for group in graph.measured():
+        lines.append(_group_line(group))
+        lines += [f"    {_choice_text(choice, group)}" for choice in group.measured]
     lines += [f"  missed {m.kind} at {m.site or '(unknown module)'}: {m.reason}" for m in graph.missed]
     return lines
 
@@ -139,6 +151,30 @@ def _mhc_line(site: MhcSite) -> str:
 def _group_line(group: ProjectionGroup) -> str:
     members = ", ".join(_linear(linear, group.strategy) for linear in group.linears)
     return f"  projections at {group.site or '(root)'}: {group.strategy} [{members}] ({group.reason})"
+
+
+def _choices_of(group: ProjectionGroup, choices: list[dict[str, Any]]) -> tuple[MeasuredChoice, ...]:
+    """What is in force for a group that is measured when it runs, by token count."""
+    if group.strategy != "measured":
+        return ()
+    own = [
+        MeasuredChoice(c["tokens"], c["strategy"], c["source"], c["microseconds"], c["runs"])
+        for c in choices
+        if c["columns"] == group.columns
+        and list(c["features"]) == [linear.out_features for linear in group.linears]
+        and c["dtypes"] == [linear.dtype for linear in group.linears]
+        and list(c["biased"]) == [linear.bias for linear in group.linears]
+        and (not any(c["streams"]) or list(c["streams"]) == [linear.stream for linear in group.linears])
+    ]
+    return tuple(sorted(own, key=lambda choice: choice.tokens or math.inf))
+
+
+def _choice_text(choice: MeasuredChoice, group: ProjectionGroup) -> str:
+    upto = "more tokens" if choice.tokens is None else f"up to {choice.tokens} tokens"
+    packed = ["+".join(group.linears[i].name for i in run) for run in choice.runs if len(run) > 1]
+    of = f" of {', '.join(packed)}" if packed and "pack" in choice.strategy else ""
+    times = ", ".join(f"{name} {us:.1f} us" for name, us in sorted(choice.microseconds.items(), key=lambda t: t[1]))
+    return f"{upto}: {choice.strategy}{of} ({choice.source}{f': {times}' if times else ''})"
 
 
 def _linear(linear: LinearInfo, strategy: str) -> str:

@@ -1,17 +1,18 @@
 """The projections pass: linears that read one activation run together.
 
         x ──► view ─► mm(W_0)                  x ──► dsv4.packed_linear(x, [W_0, W_1, W_2]) ──► slices
-        ├──► view ─► mm(W_1)         ──►
-        └──► cast ─► mm(W_2)                   or    dsv4.parallel_linear(x, [...], streams=[0, 0, 1])
+        ├──► view ─► mm(W_1)         ──►       or    dsv4.parallel_linear(x, [...], streams=[0, 0, 1])
+        └──► cast ─► mm(W_2)                   or    dsv4.grouped_linear(x, [...], streams=[...]) ──► slices
 
 A linear is a product with a weight that is a graph input (or a view or cast of one). Members of a group are found by
 the activation at the top of their views, permutes and casts; they cannot depend on each other, because all they read
 is that activation and weights. Names play no part.
+
+`auto` on CUDA emits `grouped_linear`, which chooses by measurement when it runs (`kernels/linear/tuning.py`).
 """
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,9 +38,6 @@ from dsv4_compile.passes.region import (
 from dsv4_compile.passes.sites import LinearInfo, Missed, PassResult, ProjectionGroup, module_path
 
 __all__ = ["ProjectionsPass"]
-
-# Packing pays while one product does not fill the card by itself (benchmarks/projections: up to a few thousand rows).
-_PACK_MAX_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -112,13 +110,18 @@ class ProjectionsPass:
             strategy, reason = self._choose(group)
             # The activation may itself have been the result of a linear of an earlier group.
             group = replace(group, x=moved.get(group.x, group.x))
-            if strategy == "pack":
+            alike: list[list[_Linear]] = []
+            if strategy == "measured":
+                alike = _packable(group) if self.pack else []
+                moved |= _measured(graph, group, order, streams, self.stream_max_tokens, self.pack)
+            elif strategy == "pack":
+                alike = [list(group.linears)]
                 moved |= _pack(graph, group, order)
-                packs.append(tuple(inputs[linear.weight] for linear in group.linears))
             elif strategy == "streams" or self.strategy != "auto":
                 slots = streams if strategy == "streams" else [0] * len(streams)
                 moved |= _spread(graph, group, order, slots, self.stream_max_tokens)
-            done.append(_report(group, strategy, reason, streams))
+            packs += [tuple(inputs[linear.weight] for linear in linears) for linears in alike]
+            done.append(_report(group, strategy, reason, streams, len(alike)))
         return PassResult(projections=tuple(done), missed=tuple(missed), packs=tuple(packs))
 
     def uuid(self) -> str:
@@ -126,24 +129,30 @@ class ProjectionsPass:
 
     def _choose(self, group: _Group) -> tuple[str, str]:
         """(strategy, reason in words)."""
-        device = value(group.x).device
-        obstacle = _pack_obstacle(group) if self.pack else "the parameters are not at hand in this hook"
+        device = _device_type(group)
         if self.strategy == "pack":
+            obstacle = _pack_obstacle(group.linears) if self.pack else "the parameters are not at hand in this hook"
             return ("pack", "asked for") if obstacle is None else ("serial", f"cannot be packed: {obstacle}")
         if self.strategy == "streams":
-            if device.type != "cuda":
-                return "streams", f"asked for; on {device.type} there are no streams, so the branches run in turn"
+            if device != "cuda":
+                return "streams", f"asked for; on {device} there are no streams, so the branches run in turn"
             return "streams", f"asked for; up to {self.stream_max_tokens} tokens on side streams"
         if self.strategy == "serial":
             return "serial", "asked for"
-        if device.type != "cuda":
-            return "serial", f"on {device.type} one product after the other is as fast, so they stay as they are"
-        tokens = _tokens(group.x)
-        if obstacle is None and (tokens is None or tokens <= _PACK_MAX_TOKENS):
-            return "pack", "one product reads all weights (documented default until the choice is measured)"
-        if self.num_streams and (tokens is None or tokens <= self.stream_max_tokens):
-            return "streams", f"cannot be packed: {obstacle}" if obstacle else "documented default"
-        return "serial", f"{tokens} tokens: each product fills the card by itself"
+        if device != "cuda":
+            return "serial", f"on {device} one product after the other is as fast, so they stay as they are"
+        return "measured", f"measured for each range of token counts at the first call there{self._apart(group)}"
+
+    def _apart(self, group: _Group) -> str:
+        """Which weights cannot be packed, as the end of a sentence."""
+        if not self.pack:
+            return "; not packed, the parameters are not at hand in this hook"
+        reasons = [_pack_obstacle(linears) for linears in _by_dtype(group) if len(linears) > 1]
+        return "".join(f"; not packed: {reason}" for reason in dict.fromkeys(reasons) if reason is not None)
+
+
+def _device_type(group: _Group) -> str:
+    return str(value(group.x).device.type)
 
 
 def _position(node: Node, index: int) -> int:
@@ -240,17 +249,24 @@ def _trace(node: Node, inner: int | None) -> tuple[Node, list[Node]]:
     return node, chain
 
 
-def _tokens(x: Node) -> int | None:
-    """Rows of the activation, or None when symbolic."""
-    lead = [d for d in (shape(x) or ())[:-1] if isinstance(d, int)]
-    return math.prod(lead) if len(lead) == len(shape(x) or ()) - 1 else None
+def _by_dtype(group: _Group) -> list[list[_Linear]]:
+    """The linears of each dtype, in order of first appearance: those that one product can serve."""
+    alike: dict[torch.dtype, list[_Linear]] = defaultdict(list)
+    for linear in group.linears:
+        alike[value(linear.weight).dtype].append(linear)
+    return list(alike.values())
 
 
-def _pack_obstacle(group: _Group) -> str | None:
-    weights = [linear.weight for linear in group.linears]
+def _packable(group: _Group) -> list[list[_Linear]]:
+    """The linears whose weights can be laid one behind the other, for each dtype."""
+    return [linears for linears in _by_dtype(group) if len(linears) > 1 and _pack_obstacle(linears) is None]
+
+
+def _pack_obstacle(linears: Sequence[_Linear]) -> str | None:
+    weights = [linear.weight for linear in linears]
     if any(w.op != "placeholder" for w in weights):
         return "a weight is cast, stored transposed or a part of another tensor"
-    if not all(_turns(_operands(linear.node)[2]) for linear in group.linears):
+    if not all(_turns(_operands(linear.node)[2]) for linear in linears):
         return "a weight is stored transposed"
     if len(set(weights)) < len(weights):
         return "two of them share one weight"
@@ -309,12 +325,38 @@ def _pack(graph: Graph, group: _Group, order: dict[Node, int]) -> dict[Node, Nod
         weights = [linear.weight for linear in group.linears]
         biases = [linear.bias for linear in group.linears]
         made = call(graph, torch.ops.dsv4.packed_linear.default, (group.x, weights, biases), like=first)
-        outputs, start = [], 0
-        for linear in group.linears:
-            stop = start + linear.features
-            outputs.append(call(graph, aten.slice.Tensor, (made, -1, start, stop), like=linear.node))
-            start = stop
-    return _replace(graph, group, outputs)
+        outputs = _slices(graph, made, group.linears)
+    return _replace(graph, group, [outputs[linear.node] for linear in group.linears])
+
+
+def _measured(
+    graph: Graph, group: _Group, order: dict[Node, int], streams: list[int], max_tokens: int, pack: bool
+) -> dict[Node, Node]:
+    """Emits one `grouped_linear`; returns what stands for each product now."""
+    first = _insertion_point(group, order)
+    with graph.inserting_before(first):
+        weights = [_as_weight(graph, linear) for linear in group.linears]
+        biases = [linear.bias for linear in group.linears]
+        target = torch.ops.dsv4.grouped_linear.default
+        made = call(graph, target, (group.x, weights, biases, streams, max_tokens, pack), like=first)
+        outputs: dict[Node, Node] = {}
+        for i, linears in enumerate(_by_dtype(group)):
+            columns = item(graph, made, i)
+            if len(linears) == 1:
+                outputs[linears[0].node] = columns
+                continue
+            outputs |= _slices(graph, columns, linears)
+    return _replace(graph, group, [outputs[linear.node] for linear in group.linears])
+
+
+def _slices(graph: Graph, made: Node, linears: Sequence[_Linear]) -> dict[Node, Node]:
+    """The columns of each of `linears` in their joint result."""
+    outputs, start = {}, 0
+    for linear in linears:
+        stop = start + linear.features
+        outputs[linear.node] = call(graph, aten.slice.Tensor, (made, -1, start, stop), like=linear.node)
+        start = stop
+    return outputs
 
 
 def _insertion_point(group: _Group, order: dict[Node, int]) -> Node:
@@ -376,15 +418,17 @@ def _along_chain(graph: Graph, linear: _Linear, output: Node) -> Node:
     return output
 
 
-def _report(group: _Group, strategy: str, reason: str, streams: list[int]) -> ProjectionGroup:
+def _report(group: _Group, strategy: str, reason: str, streams: list[int], packs: int) -> ProjectionGroup:
     site = group.site
     infos = tuple(
         LinearInfo(
             module_path(linear.node).removeprefix(site + ".") or linear.node.name,
             linear.features,
             str(linear.dtype).removeprefix("torch."),
-            stream if strategy == "streams" else 0,
+            stream if strategy in ("streams", "measured") else 0,
+            linear.bias is not None,
         )
         for linear, stream in zip(group.linears, streams, strict=True)
     )
-    return ProjectionGroup(site, group.x.name, infos, strategy, reason)
+    columns = int((shape(group.linears[0].weight) or (0,))[-1])
+    return ProjectionGroup(site, group.x.name, infos, strategy, reason, columns, packs if strategy == "measured" else 0)

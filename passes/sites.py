@@ -9,28 +9,61 @@ from typing import Literal
 
 import torch
 
-__all__ = ["LinearInfo", "MhcSite", "Missed", "PassResult", "ProjectionGroup", "module_path", "source_line"]
+__all__ = [
+    "LinearInfo",
+    "MeasuredChoice",
+    "MhcSite",
+    "Missed",
+    "PassResult",
+    "ProjectionGroup",
+    "module_path",
+    "source_line",
+]
 
 
 @dataclass(frozen=True)
 class LinearInfo:
-    """One linear of a group. `stream` is 0 for the main stream, 1.. for an auxiliary one."""
+    """One linear of a group. `stream` is 0 for the main stream, 1.. for an auxiliary one: where it runs, or where it
+    may if the strategy is "measured"."""
 
     name: str
     out_features: int
     dtype: str
     stream: int = 0
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class MeasuredChoice:
+    """What runs for a range of token counts: those up to `tokens` (None: all) and above the range before.
+
+    `runs` says which linears are read as one weight where that is the choice. `microseconds` has each strategy that was
+    timed, none where `source` is a default.
+    """
+
+    tokens: int | None
+    strategy: str
+    source: str
+    microseconds: Mapping[str, float]
+    runs: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
 class ProjectionGroup:
-    """Linears that read one activation, and how they run."""
+    """Linears that read one activation, and how they run.
+
+    Where `strategy` is "measured" the choice is made when the graph runs; `measured` is what it is so far, filled in
+    when the report is read. `packs` is how many stretches of memory the weights of such a group are to be laid into.
+    """
 
     site: str
     input: str
     linears: tuple[LinearInfo, ...]
     strategy: str
     reason: str
+    columns: int = 0
+    packs: int = 0
+    measured: tuple[MeasuredChoice, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -69,7 +102,7 @@ class PassResult:
     effective: tuple[tuple[str, str, str], ...] = ()
     """(option, value, reason) where something else runs than was asked for."""
     packs: tuple[tuple[int, ...], ...] = ()
-    """Positions of the graph inputs that are to lie one behind the other in memory."""
+    """Positions of the graph inputs that are to lie one behind the other in memory: those of `projections` in order."""
     kernel_seconds: float = 0.0
     """Time spent on importing and compiling a kernel family, within the pass."""
 

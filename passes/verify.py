@@ -34,7 +34,10 @@ MAIN_STREAM_ONLY: dict[str, str] = {
 """Qualified names of operators that must stay on the main stream, and why ("uses one workspace for all calls"). torch
 has no tag for a global workspace, so who registers such an operator puts its name here."""
 
-LEAVING = {torch.ops.dsv4.parallel_linear.default}
+JOINT = torch.ops.dsv4.grouped_linear.default
+"""The one whose results share outputs: each linear writes columns of the output of its dtype."""
+
+LEAVING = {torch.ops.dsv4.parallel_linear.default, JOINT}
 """Operators of ours that put work on side streams. They have the arguments of `parallel_linear`."""
 
 _MOVED = LEAVING | {torch.ops.dsv4.packed_linear.default, aten.mm.default, aten.addmm.default}
@@ -133,14 +136,21 @@ class _Reader:
         return (node.meta.get("custom") or {}).get("stream", self._current)
 
     def _branches(self, node: Node) -> Iterator[Work | Record | Wait]:
-        """What `kernels.streams.execute_in_parallel` launches for one `parallel_linear`."""
+        """What `kernels.streams.execute_in_parallel` launches for one `parallel_linear` or `grouped_linear`.
+
+        The latter is taken for each linear on the stream it is given, of all it may do that with most streams at once:
+        packed, what shares an output runs in one product or in turn. Columns of an output are storages of their own
+        here, until the output is whole: that comes after all of them.
+        """
         given, main, site = arguments(node), self._stream(node), module_path(node)
+        joint = node.target is JOINT
         works: dict[int, list[Work]] = {0: []}
         for i, slot in enumerate(given["streams"]):
             operands = nodes_in([given["x"], given["weights"][i], given["biases"][i]])
             reads = frozenset(storage for operand in operands for storage in self.storages.of(operand))
             stream = main if slot == 0 else ("auxiliary", slot)
-            work = Work(f"{node.name}[{i}]", stream, reads, self.storages.of(node, i), site)
+            written = frozenset({(node.name, "columns", i)}) if joint else self.storages.of(node, i)
+            work = Work(f"{node.name}[{i}]", stream, reads, written, site)
             works.setdefault(slot, []).append(work)
         yield Record((node.name, "fork"), main)
         yield from works.pop(0)
@@ -149,6 +159,9 @@ class _Reader:
             yield from branch
             yield Record((node.name, slot), ("auxiliary", slot))
             yield Wait((node.name, slot), main)
+        if joint:
+            columns = frozenset((node.name, "columns", i) for i in range(len(given["weights"])))
+            yield Work(node.name, main, columns, self.storages.of(node), site)
 
     def _synchronise(self, node: Node, operator: str, given: dict[str, Any]) -> None:
         """An operator of torch's namespace `streams`; those that are not named here order no two streams."""
