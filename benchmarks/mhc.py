@@ -24,7 +24,6 @@ import importlib
 import itertools
 import json
 import os
-import statistics
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from graph_timing import REPLAYS, microseconds, sets_beyond_l2  # beside this script
 from torch import Tensor
 
 from dsv4_compile.kernels.mhc import cuda, reference
@@ -54,8 +54,7 @@ LEAST = {
     "post": (1 + 2 * N, MIXING, 0),
     "head": (N + 1, 0, N),
 }
-L2_BYTES = 50 << 20
-CALLS, REPLAYS = 20, 15
+CALLS = 20
 METHOD = (
     f"microseconds a call, hot and cold: median of {REPLAYS} replays of a CUDA graph of {CALLS} calls or more; see "
     "benchmarks/mhc.py"
@@ -113,33 +112,8 @@ def least_bytes(operator: str, tokens: int, hidden: int) -> int:
     return tokens * (2 * columns * hidden + further) + 4 * rows * N * hidden
 
 
-def microseconds(calls: list[Callable[[], Any]]) -> float:
-    """Of one call, in a graph of all of them."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for call in calls:
-            call()
-    for _ in range(3):
-        graph.replay()
-    times = []
-    for _ in range(REPLAYS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * start.elapsed_time(end) / len(calls))
-    return statistics.median(times)
-
-
 def sets_for(operator: str, tokens: int, hidden: int) -> int:
-    return max(2, -(-2 * L2_BYTES // least_bytes(operator, tokens, hidden)) + 1)
+    return sets_beyond_l2(least_bytes(operator, tokens, hidden))
 
 
 def both(run: Callable[..., Any], sets: list[tuple[Any, ...]]) -> tuple[float, float]:
