@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import dsv4_compile
-from dsv4_compile.kernels import streams
-from dsv4_compile.kernels.linear import packing
+from dsv4_compile.kernels import linear, streams
+from dsv4_compile.kernels.linear import packing, tuning
 from tests.models import deepseek
 from tests.spellings import SPELLINGS, Stack
 
@@ -41,8 +42,9 @@ def test_real_model_equals_eager(projections):
     assert {site.kernel for site in graph.mhc} == {"cuda"}
     assert len(graph.mhc) == 2 * model.config.num_hidden_layers + 2
     if projections == "auto":
-        assert {group.strategy for group in graph.projections} == {"pack"}
-        assert packing.fallbacks() == []
+        assert {group.strategy for group in graph.projections} == {"measured"}
+        assert {entry["strategy"] for entry in linear.choices()} == {"pack"}
+        assert not graph.notes
 
 
 def test_a_fresh_process_compiles_and_runs():
@@ -105,7 +107,7 @@ class Forked(Stack):
         return residual, *(fork(x) for fork in self.forks)
 
 
-@pytest.mark.parametrize("projections", ["pack", "streams"])
+@pytest.mark.parametrize("projections", ["pack", "streams", "auto"])
 def test_reduce_overhead_replays_are_right(projections):
     model = Forked().cuda()
     compiled = torch.compile(
@@ -137,7 +139,7 @@ def test_generation_equals_eager_token_for_token():
     assert all(len(graph.mhc) == 2 * model.config.num_hidden_layers + 2 for graph in graphs)
 
 
-@pytest.mark.parametrize("strategy", ["pack", "streams"])
+@pytest.mark.parametrize("strategy", ["pack", "streams", "auto"])
 def test_other_current_stream(strategy):
     model = deepseek(hidden=64).cuda()
     ids = torch.randint(0, model.config.vocab_size, (1, 24), device="cuda")
@@ -172,6 +174,92 @@ def test_memory_does_not_grow_by_the_packed_copy():
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     assert torch.cuda.memory_allocated() <= before * 1.02 + (1 << 20)
+
+
+class Layers(nn.Module):
+    """Groups of four linears on one input, of the size of a decoder layer's."""
+
+    def __init__(self, layers: int = 6, width: int = 2048) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleList(nn.Linear(width, rows, bias=False) for rows in (width, 512, 256, 64)) for _ in range(layers)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            first, *rest = (linear(x) for linear in layer)
+            x = first + sum(part.mean(-1, keepdim=True) for part in rest)
+        return x
+
+
+@pytest.mark.parametrize("projections", ["pack", "auto"])
+def test_memory_stays_within_one_percent_of_the_unpacked_model(projections):
+    model, x = Layers().cuda().bfloat16(), torch.randn(8, 2048, device="cuda", dtype=torch.bfloat16)
+
+    def used(run: nn.Module) -> tuple[int, int]:
+        """After and at most during two calls."""
+        with torch.no_grad():
+            run(x)
+            gc.collect()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            run(x)
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+
+    before = used(model)
+    options = {"projections": projections, "compiler": "eager", "mhc": "off"}
+    after = used(torch.compile(model, backend="dsv4", options=options))
+    assert all(packing.already_packed([part.weight for part in layer]) for layer in model.layers)
+    assert all(ours <= 1.01 * theirs for ours, theirs in zip(after, before, strict=True))
+
+
+@pytest.fixture
+def measuring(monkeypatch, tmp_path):
+    """Nothing chosen yet, an empty folder, measurements on."""
+    tuning.forget()
+    monkeypatch.setenv("DSV4_TUNE", "auto")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    yield
+    tuning.forget()
+
+
+@pytest.mark.parametrize("mode", ["eager", "inductor", "reduce-overhead"])
+def test_measured_choice_end_to_end(mode, measuring):
+    model = Layers(3).cuda().bfloat16()
+    options = {"mhc": "off", "compiler": "eager" if mode == "eager" else "inductor"}
+    if mode == "reduce-overhead":
+        options["inductor"] = {"triton.cudagraphs": True}
+    compiled = torch.compile(model, backend="dsv4", options=options, dynamic=mode != "reduce-overhead")
+    with torch.no_grad():
+        for _ in range(4):
+            for tokens in (4, 24, 300):
+                x = torch.randn(tokens, 2048, device="cuda", dtype=torch.bfloat16)
+                assert distance(compiled(x), model(x)) < 2e-2
+    assert {entry["tokens"] for entry in linear.choices()} == {8, 32, 512}
+    assert {entry["source"] for entry in linear.choices()} == {"searched"}
+    assert streams.stream_count("cuda") <= 3
+    (entry,) = {len(entry["microseconds"]) for entry in linear.choices()}
+    assert entry == 3  # all weights have one dtype: serial, streams, pack
+    text = str(dsv4_compile.report())
+    assert "up to 8 tokens: " in text and "searched: " in text and " us" in text
+    known = len(linear.choices())
+    assert linear.warmup(300) == 7 and len(linear.choices()) == 7 > known
+    tuning.forget()
+    with torch.no_grad():
+        x = torch.randn(4, 2048, device="cuda", dtype=torch.bfloat16)
+        linear.grouped_linear(x, [part.weight for part in model.layers[0]], [None] * 4, [0, 1, 2, 3])
+    assert {entry["source"] for entry in linear.choices()} == {"cached"}
+
+
+def test_a_real_model_is_measured_and_equals_eager(measuring):
+    model = deepseek(hidden=64).cuda()
+    compiled = torch.compile(model, backend="dsv4", options={"compiler": "eager"}, dynamic=False)
+    for tokens in (24, 24, 40):
+        ids = torch.randint(0, model.config.vocab_size, (1, tokens), device="cuda")
+        assert distance(logits(compiled, ids), logits(model, ids)) < 1e-5
+    assert {entry["source"] for entry in linear.choices()} <= {"searched", "cached"}
+    assert streams.stream_count("cuda") <= 3
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -86,6 +86,52 @@ def test_side_stream_of_a_branch_is_joined(monkeypatch):
     assert [kind for kind, _ in kinds(gm)] == ["read-after-write", "unjoined"]
 
 
+def joint(x: Tensor, *weights: Tensor) -> list[Tensor]:
+    numbers = list(range(len(weights)))
+    return torch.ops.dsv4.grouped_linear(x, list(weights), [None] * len(weights), numbers)
+
+
+def test_grouped_linear_is_taken_apart():
+    """Its linears write columns of one output, which is whole when all of them have been joined."""
+    gm = trace(lambda x, v, w, u: joint(x, v, w, u)[0].relu(), X, W, W.clone(), W.double())
+    schedule, found = schedule_of(gm.graph)
+    assert found == []
+    works = [action for action in schedule.actions if isinstance(action, Work)]
+    assert [work.stream == MAIN for work in works[:4]] == [True, False, False, True]
+    branches, whole = works[:3], works[3]
+    assert whole.reads == frozenset().union(*(work.writes for work in branches)) and len(whole.reads) == 3
+    assert len(whole.writes) == 2, "one output for each dtype"
+    assert kinds(gm, 2) == []
+
+
+def test_output_of_grouped_linear_that_a_side_stream_still_fills_is_found(monkeypatch):
+    gm = trace(lambda x, v, w: joint(x, v, w)[0].relu(), X, W, W.clone())
+    branches = verify._Reader._branches
+
+    def without_a_join(*args: object) -> list[object]:
+        *actions, _, whole = branches(*args)
+        return [*actions, whole]
+
+    monkeypatch.setattr(verify._Reader, "_branches", without_a_join)
+    assert [kind for kind, _ in kinds(gm)] == ["read-after-write", "unjoined"]
+
+
+def test_grouped_linear_is_held_to_the_rules_of_parallel_linear():
+    gm = trace(lambda x, v, w: joint(x, v, w), X, W, W.clone())
+    node = called(gm, "grouped_linear")
+    for numbers, fault in (([0, 4], "stream"), ([1, 2], "stream"), ([0], "arguments"), ([0, 3], None)):
+        node.args = (*node.args[:3], numbers)
+        assert kinds(gm, 3) == ([(fault, node.name)] if fault else [])
+
+    def old_name(x: Tensor, v: Tensor, w: Tensor) -> object:
+        x = x + 1
+        name = x.view(-1).view(5, 16)
+        x.mul_(2)
+        return joint(name, v, w)
+
+    assert {kind for kind, _ in kinds(trace(old_name, X, W, W.clone()))} == {"stale"}
+
+
 @pytest.mark.parametrize(
     ("numbers", "fault"),
     [([0, 4], "stream"), ([0, -1], "stream"), ([1, 2], "stream"), ([0], "arguments"), ([0, 3], None)],
