@@ -78,7 +78,14 @@ def recall(key: str) -> Collected | None:
 
 def _result(record: Mapping[str, Any]) -> PassResult:
     groups = tuple(
-        ProjectionGroup(**{**g, "linears": tuple(LinearInfo(**x) for x in g["linears"]), "measured": ()})
+        ProjectionGroup(
+            **{
+                **g,
+                "linears": tuple(LinearInfo(**linear) for linear in g["linears"]),
+                "biased": tuple(g["biased"]),
+                "measured": (),
+            }
+        )
         for g in record["projections"]
     )
     return PassResult(

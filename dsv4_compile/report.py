@@ -163,7 +163,7 @@ def _choices_of(group: ProjectionGroup, choices: list[dict[str, Any]]) -> tuple[
         if c["columns"] == group.columns
         and list(c["features"]) == [linear.out_features for linear in group.linears]
         and c["dtypes"] == [linear.dtype for linear in group.linears]
-        and list(c["biased"]) == [linear.bias for linear in group.linears]
+        and list(c["biased"]) == list(group.biased)
         and (not any(c["streams"]) or list(c["streams"]) == [linear.stream for linear in group.linears])
     ]
     return tuple(sorted(own, key=lambda choice: choice.tokens or math.inf))

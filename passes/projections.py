@@ -426,9 +426,10 @@ def _report(group: _Group, strategy: str, reason: str, streams: list[int], packs
             linear.features,
             str(linear.dtype).removeprefix("torch."),
             stream if strategy in ("streams", "measured") else 0,
-            linear.bias is not None,
         )
         for linear, stream in zip(group.linears, streams, strict=True)
     )
     columns = int((shape(group.linears[0].weight) or (0,))[-1])
-    return ProjectionGroup(site, group.x.name, infos, strategy, reason, columns, packs if strategy == "measured" else 0)
+    biased = tuple(linear.bias is not None for linear in group.linears)
+    packs = packs if strategy == "measured" else 0
+    return ProjectionGroup(site, group.x.name, infos, strategy, reason, columns, biased, packs)

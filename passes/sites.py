@@ -30,7 +30,6 @@ class LinearInfo:
     out_features: int
     dtype: str
     stream: int = 0
-    bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,6 +53,7 @@ class ProjectionGroup:
 
     Where `strategy` is "measured" the choice is made when the graph runs; `measured` is what it is so far, filled in
     when the report is read. `packs` is how many stretches of memory the weights of such a group are to be laid into.
+    `columns` is the width of the activation, `biased` which linears have a bias.
     """
 
     site: str
@@ -62,6 +62,7 @@ class ProjectionGroup:
     strategy: str
     reason: str
     columns: int = 0
+    biased: tuple[bool, ...] = ()
     packs: int = 0
     measured: tuple[MeasuredChoice, ...] = ()
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 
 import dsv4_compile
+from dsv4_compile import memory
 from dsv4_compile.kernels import linear
 from dsv4_compile.kernels.choice import chooser
 from dsv4_compile.kernels.linear import packing, timing, tuning
 from dsv4_compile.passes import projections
-from dsv4_compile.passes.sites import ProjectionGroup
+from dsv4_compile.passes.sites import PassResult, ProjectionGroup
 from tests.passes.test_projections import Chains, Linears, Odd, names, run
 
 
@@ -64,7 +68,7 @@ def test_a_group_is_one_operator_over_packed_weights(shape: tuple[int, ...]) -> 
         assert names(graph) == [["a", "b", "c"]] and adjacent(module.a, module.b, module.c)
         (group,) = graph.projections
         assert (group.strategy, group.columns, group.packs) == ("measured", 32, 1)
-        assert [one.bias for one in group.linears] == [False, True, False]
+        assert group.biased == (False, True, False)
 
 
 def test_dtypes_are_packed_apart_and_run_as_one_operator() -> None:
@@ -164,6 +168,23 @@ def test_the_other_values_of_the_option_are_what_they_were() -> None:
     assert linear.choices() == []
 
 
+def test_findings_survive_the_cache_on_disk() -> None:
+    made = projections.ProjectionsPass("auto")
+    results: list[PassResult] = []
+
+    def backend(graph: torch.fx.GraphModule, examples: list[Tensor]) -> object:
+        results.append(made(graph.graph))
+        graph.recompile()
+        return graph
+
+    with torch.no_grad():
+        compiler = aot_autograd(fw_compiler=backend)
+        torch.compile(Mixed(), backend=compiler)(torch.randn(5, 16).bfloat16())
+    (result,) = results
+    assert len(result.packs) == result.projections[0].packs == 2
+    assert memory._result(json.loads(json.dumps(dataclasses.asdict(result)))) == result
+
+
 def test_a_hook_without_parameters_packs_nothing() -> None:
     made = projections.ProjectionsPass("auto", pack=False)
     seen: list[ProjectionGroup] = []
@@ -177,7 +198,7 @@ def test_a_hook_without_parameters_packs_nothing() -> None:
 
     module, x = Linears(), torch.randn(5, 32)
     with torch.no_grad():
-        out = torch.compile(module, backend=torch._dynamo.backends.common.aot_autograd(fw_compiler=backend))(x)
+        out = torch.compile(module, backend=aot_autograd(fw_compiler=backend))(x)
     assert_like_eager(out, module, x)
     assert [group.strategy for group in seen] == ["measured"] and "not at hand" in seen[0].reason
 
