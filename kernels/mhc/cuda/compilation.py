@@ -85,7 +85,7 @@ class Variant:
 
     @property
     def stride(self) -> int:
-        """Of a slice's sums in the workspace, in whole sectors: dot products, the sum of squares, with `signal` twice."""
+        """Of a slice's sums in the workspace, in whole sectors: products, the sum of squares, with `signal` twice."""
         return -(-(self.logits + 1 + (self.plan.signal and self.logits != self.n)) // 8) * 8
 
     @functools.cached_property
