@@ -18,7 +18,7 @@ import torch
 
 from dsv4_compile.kernels.driver import bindings, check
 from dsv4_compile.kernels.mhc import cuda, families, reference, warmup
-from dsv4_compile.kernels.mhc.cuda import ARGUMENTS, compilation, counters
+from dsv4_compile.kernels.mhc.cuda import ARGUMENTS, compilation, kept
 from dsv4_compile.kernels.mhc.cuda.plans import (
     BUCKETS,
     DETERMINISTIC,
@@ -87,9 +87,36 @@ def test_the_arguments_are_packed_as_the_kernel_reads_them() -> None:
     assert ARGUMENTS.size == -(-(14 * 8 + 8 + 5 * 4) // 8) * 8
 
 
-def test_an_arena_gives_no_counter_twice() -> None:
-    arena = counters.Arena(10, 1000)
+def test_an_arena_gives_no_word_twice() -> None:
+    arena = kept.Arena(10, 1000)
     assert [arena.take(4), arena.take(6), arena.take(1)] == [1000, 1016, None]
+
+
+def test_words_are_kept_for_each_stream_and_each_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, capturing, made = 7, 0, []
+
+    def allocate(index: int, size: int, fill: int) -> kept.Arena:
+        made.append((index, size, fill))
+        return kept.Arena(size, 4096 * len(made))
+
+    monkeypatch.setattr(kept, "_allocate", allocate)
+    monkeypatch.setattr(kept, "_capture", lambda _: capturing)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: stream, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing > 0)
+    words = kept.Kept(fill=5, arena=100, least=10)
+    first = words.take(3, 0)
+    assert words.take(10, 0) == first == 4096
+    assert words.take(11, 0) == 4096 + 4 * 10  # more than before: others, rounded up
+    stream = 8
+    assert words.take(1, 0) == 4096 + 4 * 26
+    capturing = 1
+    of_capture = words.take(3, 0)
+    assert of_capture == words.take(2, 0) == 4096 + 4 * 36
+    capturing = 2
+    assert words.take(3, 0) == of_capture + 12
+    assert words.take(3, 1) == 2 * 4096  # another device
+    assert words.take(500, 0) == 3 * 4096
+    assert made == [(0, 100, 5), (1, 100, 5), (0, 500, 5)]
 
 
 def variant(
@@ -232,7 +259,7 @@ def test_every_plan_rounds_the_weights(plan: Plan, mixing: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 40, 300, 2000])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_thousand_repeats_are_equal_and_leave_the_counters_at_zero(tokens: int, deterministic: bool) -> None:
+def test_a_thousand_repeats_are_equal_and_leave_kept_words_as_they_were(tokens: int, deterministic: bool) -> None:
     case = make((tokens,), 1024, dtype=torch.bfloat16, device="cuda")
     first = torch.ops.dsv4.mhc_post_pre(*case, "cuda", deterministic)
     for _ in range(1000):
@@ -240,16 +267,17 @@ def test_a_thousand_repeats_are_equal_and_leave_the_counters_at_zero(tokens: int
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     torch.cuda.synchronize()
     driver, _ = bindings()
-    for arena in (arena for arenas in counters._arenas.values() for arena in arenas):
-        content = bytearray(4 * arena.size)
-        check(driver.cuMemcpyDtoH(content, arena.address, len(content)))
-        assert not any(content)
+    for words in (kept.COUNTERS, kept.SUMS):
+        for arena in (arena for arenas in words.arenas.values() for arena in arenas):
+            content = bytearray(4 * arena.size)
+            check(driver.cuMemcpyDtoH(content, arena.address, len(content)))
+            assert content == words.fill.to_bytes(4, "little") * arena.size
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [3, 300])
 def test_graphs_of_one_stream_replay_side_by_side(tokens: int) -> None:
-    """They were captured on one stream and run on two: they must not share counters."""
+    """They were captured on one stream and run on two: they must not share counters or sums."""
     case = make((tokens,), 4096, dtype=torch.bfloat16, device="cuda")
     wanted = torch.ops.dsv4.mhc_post_pre(*case, "cuda")
     graphs, outputs = [], []

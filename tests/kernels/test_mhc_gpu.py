@@ -135,7 +135,7 @@ def first_rows(case: Case, count: int) -> tuple[Any, ...]:
 @pytest.mark.parametrize(
     ("kernel", "ranges"),
     [
-        ("cuda", [(1, 8), (9, 32), (33, 64), (65, 128), (129, 256)]),
+        ("cuda", [(2, 8), (9, 32), (33, 64), (65, 128), (129, 256)]),
         ("tilelang", [(1, 16), (17, 64), (65, 256)]),
         ("triton", [(17, 64), (65, 256)]),
     ],

@@ -14,7 +14,8 @@ was found, at zero (`share_of` in launch.cuh says how): no launch clears anythin
 arrivals, so results are deterministic.
 
 Few tokens: `fn` (1.6 MB at hidden 4096) is read once for 16 of them, through all multiprocessors, and a collapsing
-block mixes its token's streams itself before it waits (`ahead`), so that only the sums are left to do afterwards. Many
+block mixes its token's streams itself before it waits (`ahead`), so that only the sums are left to do afterwards. These
+say themselves that they are there, and no counter is needed (`signal`; launch.cuh). Many
 tokens: producers write the new residual, and the consumers of `lag` tiles before read it from L2, so that about
 `20 * D` bytes a token go through memory.
 
@@ -37,8 +38,9 @@ import torch
 from torch import Tensor
 
 from dsv4_compile.kernels.driver import bindings, check
-from dsv4_compile.kernels.mhc.cuda import counters, tuning
+from dsv4_compile.kernels.mhc.cuda import tuning
 from dsv4_compile.kernels.mhc.cuda.compilation import NORMAL_EPS, TYPES, Variant, kernel, token_bytes
+from dsv4_compile.kernels.mhc.cuda.kept import COUNTERS, SUMS
 from dsv4_compile.kernels.mhc.cuda.launch import ARGUMENTS, enqueue
 from dsv4_compile.kernels.mhc.cuda.plans import (
     BUCKETS,
@@ -94,7 +96,6 @@ def refusal(device: torch.device, n: int, hidden: int, dtype: torch.dtype) -> st
         bindings()
     except Exception as error:
         return f"NVRTC could not be loaded ({type(error).__name__}: {error})"
-    counters.prepare(device)
     return None
 
 
@@ -275,16 +276,18 @@ def _run(
         variant = default.variant
     blocks, tiles, sums = variant.sizes(tokens)
     with torch.cuda.device(index):
-        partials = torch.empty(sums, dtype=torch.float32, device=device)
+        if variant.plan.signal:
+            workspace, counter = SUMS.take(sums, index), 0
+        else:
+            partials = torch.empty(sums, dtype=torch.float32, device=device)
+            workspace, counter = partials.data_ptr(), COUNTERS.take(tiles, index)
         tensors = (
             x, residual, old_post, old_comb, fn, scale, base, norm_weight, new_residual, layer_input, new_post,
-            new_comb, partials,
+            new_comb,
         )  # fmt: skip
         addresses = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
-        counter, held = counters.take(tiles, index)
-        packed = ARGUMENTS.pack(*addresses, counter, tokens, *constants)
+        packed = ARGUMENTS.pack(*addresses, workspace, counter, tokens, *constants)
         enqueue(variant, index, torch._C._cuda_getCurrentRawStream(index), blocks, packed)
-        del held
     return layer_input, new_post, new_comb
 
 

@@ -2,6 +2,26 @@
 #pragma once
 #include "launch.cuh"
 
+// The first N sums of a slice and that of the squares, or zeros.
+__device__ __forceinline__ void load_sums(const float* at, bool inside, float* sums) {
+#pragma unroll
+    for (int k = 0; k <= N; k++) sums[k] = 0.0f;
+    if (!inside) return;
+    if constexpr (SIGNAL && N % 4 == 0)
+#pragma unroll
+        for (int k = 0; k < N; k += 4) {
+            const float4 four = look_at_four(at + k);
+            sums[k] = four.x; sums[k + 1] = four.y; sums[k + 2] = four.z; sums[k + 3] = four.w;
+        }
+    else if constexpr (N % 4 == 0)
+#pragma unroll
+        for (int k = 0; k < N; k += 4) unpack(load<true, float, 4>(at + k), sums + k);
+    else
+#pragma unroll
+        for (int k = 0; k < N; k++) sums[k] = load_sum(at + k);
+    sums[N] = load_sum(at + LOGITS);
+}
+
 // The sums of `count` tokens that `pre` needs, to `sums`: the first N of a token, then that of the squares. A thread a
 // slice; the warps' sums go through `of_warp` [TOKENS, BUSY, N + 1].
 __device__ __forceinline__ void add_up_pre(const Arguments& a, i64 first, int count, float* of_warp, float (*sums)[N + 1]) {
@@ -10,23 +30,32 @@ __device__ __forceinline__ void add_up_pre(const Arguments& a, i64 first, int co
     const int warp = threadIdx.x / 32;
     if (warp < BUSY) {
         float parts[TOKENS][ROUNDS][N + 1];
+        bool missing;
+        do {
+            missing = false;
+#pragma unroll
+            for (int t = 0; t < TOKENS; t++)
+#pragma unroll
+                for (int r = 0; r < ROUNDS; r++) {
+                    const int split = r * THREADS + threadIdx.x;
+                    load_sums(a.partials + ((first + t) * SPLITS + split) * STRIDE, split < SPLITS && t < count, parts[t][r]);
+                }
+#pragma unroll
+            for (int t = 0; t < TOKENS; t++)
+#pragma unroll
+                for (int r = 0; r < ROUNDS; r++)
+#pragma unroll
+                    for (int k = 0; k <= N; k++) missing |= SIGNAL && absent(parts[t][r][k]);
+        } while (missing);
 #pragma unroll
         for (int t = 0; t < TOKENS; t++)
 #pragma unroll
             for (int r = 0; r < ROUNDS; r++) {
                 const int split = r * THREADS + threadIdx.x;
-                const float* at = a.partials + ((first + t) * SPLITS + split) * STRIDE;
-                const bool inside = split < SPLITS && t < count;
-                if constexpr (N % 4 == 0)
 #pragma unroll
-                    for (int k = 0; k < N; k += 4) {
-                        const Pack<float, 4> four = inside ? load<true, float, 4>(at + k) : zeros<float, 4>();
-                        unpack(four, parts[t][r] + k);
-                    }
-                else
-#pragma unroll
-                    for (int k = 0; k < N; k++) parts[t][r][k] = inside ? load_written(at + k) : 0.0f;
-                parts[t][r][N] = inside ? load_written(at + LOGITS) : 0.0f;
+                for (int k = 0; k <= N; k++)
+                    if (SIGNAL && split < SPLITS && t < count)
+                        take_away(a.partials + ((first + t) * SPLITS + split) * STRIDE + (k < N ? k : LOGITS));
             }
 #pragma unroll
         for (int t = 0; t < TOKENS; t++)

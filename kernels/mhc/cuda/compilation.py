@@ -60,6 +60,8 @@ class Variant:
             "ALL": int(plan.whole),
             "VEC": plan.vec,
             "STEPS": plan.steps,
+            "STRIDE": self.stride,
+            "SIGNAL": int(plan.signal),
             "SPLITS": plan.slices(self.n, self.hidden),
             "TOGETHER": plan.together,
             "LAG": plan.lag,
@@ -80,7 +82,12 @@ class Variant:
         if not plan.combined:
             rows = min(tokens, plan.tile)
             of_tile += -(-rows // plan.tokens) + (0 if head else -(-rows // plan.together))
-        return (tiles + plan.lag) * of_tile, tiles, tokens * slices * (-(-(self.logits + 1) // 8) * 8)
+        return (tiles + plan.lag) * of_tile, tiles, tokens * slices * self.stride
+
+    @property
+    def stride(self) -> int:
+        """Of a slice's sums in the workspace, in whole sectors: products, the sum of squares, with `signal` twice."""
+        return -(-(self.logits + 1 + (self.plan.signal and self.logits != self.n)) // 8) * 8
 
     @functools.cached_property
     def shared_bytes(self) -> int:

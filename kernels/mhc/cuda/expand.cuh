@@ -13,18 +13,28 @@ __device__ __forceinline__ void add_up_rest(const Arguments& a, i64 first, int c
     float* parts = sums + TOGETHER * OWN;  // [TOGETHER, SHARING, OWN]
     if (of < count)
         for (int m = threadIdx.x % 32; m < OWN; m += 32) {
-            const float* at = a.partials + (first + of) * SPLITS * STRIDE + N + m;
+            const float* at = a.partials + (first + of) * SPLITS * STRIDE + (m + 1 < OWN ? N + m : SQUARES_AGAIN);
             float sum = 0.0f;
 #pragma unroll 1
             for (int r = 0; r < ROUNDS; r += BATCH) {
                 float loaded[BATCH];
+                bool missing;
+                do {
+                    missing = false;
+#pragma unroll
+                    for (int i = 0; i < BATCH; i++) {
+                        const int split = (r + i) * SHARING + party;
+                        loaded[i] = split < SPLITS ? load_sum(at + split * STRIDE) : 0.0f;
+                    }
+#pragma unroll
+                    for (int i = 0; i < BATCH; i++) missing |= SIGNAL && absent(loaded[i]);
+                } while (missing);
 #pragma unroll
                 for (int i = 0; i < BATCH; i++) {
                     const int split = (r + i) * SHARING + party;
-                    loaded[i] = split < SPLITS ? load_written(at + split * STRIDE) : 0.0f;
+                    if (SIGNAL && split < SPLITS) take_away(at + split * STRIDE);
+                    sum += loaded[i];
                 }
-#pragma unroll
-                for (int i = 0; i < BATCH; i++) sum += loaded[i];
             }
             (SHARING == 1 ? sums + of * OWN : parts + (of * SHARING + party) * OWN)[m] = sum;
         }

@@ -9,6 +9,8 @@
 //   AHEAD      1: a collapsing block mixes its token's streams itself, before it waits
 //   GROUPS     groups of 16 tokens in a tile       ALL       1: a warp of a producer has all streams, 0: one of them
 //   VEC        columns a thread has at a time      STEPS     times that in a slice
+//   STRIDE     of a slice's sums in the workspace: whole sectors
+//   SIGNAL     1: sums themselves say that they are there; with AHEAD
 //   SPLITS     slices of the hidden axis           TOGETHER  tokens whose post and comb one block computes
 //   LAG        tiles between the producers and the consumers that start together
 //   STAGES     steps whose streams a producer has in shared memory; with ALL
@@ -63,12 +65,11 @@ __device__ __forceinline__ void expand_part(const Arguments& a, const Tile& of, 
 
 // Blocks in the order in which they start: for each tile its producers, then the consumers of LAG tiles before.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) mhc(const Arguments a) {
-    constexpr int PRODUCER = WARPS * 16 * ROWS;
     constexpr int WEIGHTS = ALL && HAS_POST ? TILE * N * PAIR : 0;
+    constexpr int PRODUCER = SUMS > WEIGHTS ? SUMS : WEIGHTS;
     constexpr int REST = (TOGETHER + WARPS) * (LOGITS - N + 1) + LOGITS, COLLAPSE = TOKENS * WARPS * (N + 2);
     constexpr int CONSUMER = REST > COLLAPSE ? REST : COLLAPSE;
-    constexpr int LARGER = PRODUCER > WEIGHTS ? PRODUCER : WEIGHTS;
-    __shared__ float scratch[LARGER > CONSUMER ? LARGER : CONSUMER];
+    __shared__ float scratch[PRODUCER > CONSUMER ? PRODUCER : CONSUMER];
 
     if constexpr (COMBINED) {
         // Every block is a producer, then a consumer of its share of a tile that blocks before it have produced.

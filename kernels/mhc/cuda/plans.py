@@ -40,7 +40,8 @@ class Plan:
     collapsing block mixes its token's streams itself. lag: tiles between the producers and the consumers that start
     together. blocks: that are to fit on a multiprocessor. stages: steps whose streams a producer has in shared memory.
     tokens: of a collapsing block. combined: every block is a producer and then a consumer, of a tile `lag` (1 or more)
-    before its own. streaming: what a collapsing block reads and writes leaves the caches first.
+    before its own. streaming: what a collapsing block reads and writes leaves the caches first. signal: sums in the
+    workspace say themselves that they are there, so nobody counts.
     """
 
     groups: int
@@ -55,6 +56,7 @@ class Plan:
     tokens: int = 1
     combined: bool = False
     streaming: bool = False
+    signal: bool = False
 
     @property
     def tile(self) -> int:
@@ -110,6 +112,7 @@ RANGES: dict[str, tuple[int, ...] | range] = {
     "tokens": range(1, 5),
     "combined": (False, True),
     "streaming": (False, True),
+    "signal": (False, True),
 }
 
 
@@ -123,11 +126,13 @@ def illegal(plan: Plan) -> str | None:
         return "a combined plan without lag waits for blocks that may not have started"
     if not plan.whole and plan.groups > 1:
         return "a tile of several groups needs whole"
+    if plan.signal and (not plan.ahead or plan.combined):
+        return "signal says nothing of the new residual, so it needs ahead, and blocks of one kind"
     return None
 
 
 # Few tokens: a warp has one stream of its columns. A slice is all there is to bring in, so there are many of them.
-_NARROW = Plan(groups=1, whole=False, vec=4, steps=1, together=1, ahead=True)
+_NARROW = Plan(groups=1, whole=False, vec=4, steps=1, together=1, ahead=True, signal=True)
 _BROAD = dataclasses.replace(_NARROW, vec=8)
 # More tokens: blocks are producers, then consumers of the tile before. (`tokens` is 1 where a row is too long for 2.)
 _TURNS = Plan(groups=1, whole=True, vec=4, steps=1, together=1, ahead=False, lag=1, stages=1, combined=True)
@@ -143,7 +148,8 @@ Table = tuple[tuple[float, Plan], ...]  # up to so many tokens, this plan
 # The fastest of those that `benchmarks/mhc.py --search` timed on an H100 (SXM), bfloat16, four streams, at the limits
 # here and at 1024 and 8192 tokens: for hidden size 4096, then for 7168.
 PLANS: Table = (
-    (8, dataclasses.replace(_NARROW, blocks=3)),
+    (1, _NARROW),
+    (8, _BROAD),
     (32, dataclasses.replace(_BROAD, together=2)),
     (64, _PAIRS),
     (128, _TURNS),
@@ -155,7 +161,7 @@ PLANS: Table = (
 _PLANS_OF_LONG_ROWS: Table = (
     (8, _BROAD),
     (16, dataclasses.replace(_BROAD, together=4)),
-    (32, dataclasses.replace(_BROAD, together=2)),
+    (32, dataclasses.replace(_BROAD, together=2, signal=False)),
     (64, _TURNS),
     (128, _FOURS),
     (256, _STEADY),

@@ -4,20 +4,35 @@
 
 // Thread (g, q) of a warp, g = lane / 4, has VEC columns from q * VEC on of tokens g and g + 8: what the tensor-core
 // instruction wants of it, if column 2i of these is taken for its position q in the k axis and column 2i + 1 for q + 4.
+struct Rows {
+    i64 token[2];
+    bool live[2];
+};
+
+__device__ __forceinline__ Rows rows_of(const Arguments& a, i64 first, int g) {
+    Rows rows;
+#pragma unroll
+    for (int t = 0; t < 2; t++) {
+        rows.token[t] = first + g + 8 * t;
+        rows.live[t] = rows.token[t] < a.tokens;
+    }
+    return rows;
+}
+
 struct Streams {
     Pack<RESIDUAL, VEC> old[2][N];
     Pack<X, VEC> added[2];
 };
 
-__device__ __forceinline__ void load_streams(Streams& s, const Arguments& a, const i64* token, const bool* live, int column) {
+__device__ __forceinline__ void load_streams(Streams& s, const Arguments& a, const Rows& rows, int column) {
 #pragma unroll
     for (int t = 0; t < 2; t++) {
-        const bool inside = live[t] && column < HIDDEN;
+        const bool inside = rows.live[t] && column < HIDDEN;
+        const i64 row = rows.token[t];
 #pragma unroll
         for (int j = 0; j < N; j++)
-            s.old[t][j] = inside ? load<false, RESIDUAL, VEC>(a.residual + (token[t] * N + j) * HIDDEN + column) : zeros<RESIDUAL, VEC>();
-        if constexpr (HAS_POST)
-            s.added[t] = inside ? load<false, X, VEC>(a.x + token[t] * HIDDEN + column) : zeros<X, VEC>();
+            s.old[t][j] = inside ? load<false, RESIDUAL, VEC>(a.residual + (row * N + j) * HIDDEN + column) : zeros<RESIDUAL, VEC>();
+        if constexpr (HAS_POST) s.added[t] = inside ? load<false, X, VEC>(a.x + row * HIDDEN + column) : zeros<X, VEC>();
     }
 }
 
@@ -71,13 +86,13 @@ __device__ __forceinline__ char* staged_added(int stage, int t) {
     return (char*)dynamic + stage * STAGE_BYTES + 2 * N * THREADS * OLD_BYTES + (t * THREADS + threadIdx.x) * ADDED_BYTES;
 }
 
-__device__ __forceinline__ void ask_for_streams(const Arguments& a, const i64* token, const bool* live, int begin, int step) {
-    const int column = begin + step * COLUMN_WARPS * 4 * VEC, stage = step % STAGES;
-    if (step < STEPS)
+// Asks for the streams of two tokens from `column` on, or for nothing; either way one more group of copies.
+__device__ __forceinline__ void ask_for_streams(const Arguments& a, const Rows& rows, int column, int stage, bool wanted) {
+    if (wanted)
 #pragma unroll
         for (int t = 0; t < 2; t++) {
-            const bool inside = live[t] && column < HIDDEN;
-            const i64 row = inside ? token[t] : 0;
+            const bool inside = rows.live[t] && column < HIDDEN;
+            const i64 row = inside ? rows.token[t] : 0;
             const int d = inside ? column : 0;
 #pragma unroll
             for (int j = 0; j < N; j++)
@@ -103,28 +118,32 @@ __device__ __forceinline__ Pack<T, V> load_staged(const char* from) {
     return pack;
 }
 
-// The streams of token t in a stage after `post`, rounded to NEW: put back into the stage, and written where the consumers
-// are to read them. `weights`: those of the token, [N, PAIR].
-__device__ __forceinline__ void mix_streams(const Arguments& a, i64 token, int column, bool inside, const float* weights, int stage, int t) {
-    float old[N][VEC];
+// The streams of both tokens in a stage after `post`, rounded to NEW: put back into the stage, and written where the
+// consumers are to read them. `weights`: those of 16 tokens, [16, N, PAIR].
+__device__ __forceinline__ void mix_streams(const Arguments& a, const Rows& rows, int g, int column, const float* weights, int stage) {
 #pragma unroll
-    for (int j = 0; j < N; j++) unpack(load_staged<RESIDUAL, VEC>(staged_streams(stage, t, j)), old[j]);
-    float added[VEC];
-    if constexpr (HAS_POST) unpack(load_staged<X, VEC>(staged_added(stage, t)), added);
+    for (int t = 0; t < 2; t++) {
+        const bool inside = rows.live[t] && column < HIDDEN;
+        float old[N][VEC], added[VEC];
+        const float* of = weights + (g + 8 * t) * N * PAIR;
 #pragma unroll
-    for (int k = 0; k < N; k++) {
-        Pack<NEW, VEC> rounded;
-        if constexpr (HAS_POST) {
-            float sum[VEC];
+        for (int j = 0; j < N; j++) unpack(load_staged<RESIDUAL, VEC>(staged_streams(stage, t, j)), old[j]);
+        if constexpr (HAS_POST) unpack(load_staged<X, VEC>(staged_added(stage, t)), added);
 #pragma unroll
-            for (int i = 0; i < VEC; i++) sum[i] = weights[k * PAIR] * added[i];
+        for (int k = 0; k < N; k++) {
+            Pack<NEW, VEC> rounded;
+            if constexpr (HAS_POST) {
+                float sum[VEC];
 #pragma unroll
-            for (int j = 0; j < N; j++)
+                for (int i = 0; i < VEC; i++) sum[i] = of[k * PAIR] * added[i];
 #pragma unroll
-                for (int i = 0; i < VEC; i++) sum[i] = fmaf(weights[k * PAIR + 1 + j], old[j][i], sum[i]);
-            pack_into(sum, rounded);
-            if (!AHEAD && inside) store(a.new_residual + (token * N + k) * HIDDEN + column, rounded);
-        } else pack_into(old[k], rounded);
-        store(reinterpret_cast<NEW*>(staged_streams(stage, t, k)), rounded);
+                for (int j = 0; j < N; j++)
+#pragma unroll
+                    for (int i = 0; i < VEC; i++) sum[i] = fmaf(of[k * PAIR + 1 + j], old[j][i], sum[i]);
+                pack_into(sum, rounded);
+                if (!AHEAD && inside) store(a.new_residual + (rows.token[t] * N + k) * HIDDEN + column, rounded);
+            } else pack_into(old[k], rounded);
+            store(reinterpret_cast<NEW*>(staged_streams(stage, t, k)), rounded);
+        }
     }
 }

@@ -20,6 +20,7 @@ from dsv4_compile.kernels.choice import replays
 from dsv4_compile.kernels.choice.replays import LAUNCHES
 from dsv4_compile.kernels.driver import bindings, check
 from dsv4_compile.kernels.mhc.cuda.compilation import BYTES, Variant, cubin, kernel
+from dsv4_compile.kernels.mhc.cuda.kept import ABSENT
 from dsv4_compile.kernels.mhc.cuda.launch import ARGUMENTS, enqueue
 
 __all__ = ["measure"]
@@ -45,7 +46,7 @@ def measure(variants: list[Variant], counts: range, index: int) -> dict[Variant,
         tokens, sets = _room(variants, counts, index)
         stream = check(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
         stack.callback(driver.cuStreamDestroy, stream)
-        size = _shared(variants, tokens) + sets * _bytes_of_set(variants[0], tokens)
+        size = sum(_shared(variants, tokens)) + sets * _bytes_of_set(variants[0], tokens)
         memory = replays.allocate(size, stack)
         check(driver.cuMemsetD32Async(memory, FILL, size // 4, stream))
         graphs = {}
@@ -53,8 +54,10 @@ def measure(variants: list[Variant], counts: range, index: int) -> dict[Variant,
             arguments = _arguments(variant, tokens, sets, memory, _shared(variants, tokens))
             launch = functools.partial(_launch, variant, tokens, arguments, index, stream)
             graphs[variant] = replays.captured(launch, stream, stack)
-        # The counters come first. A launch leaves them at zero.
-        check(driver.cuMemsetD32Async(memory, 0, _counters(variants, tokens), stream))
+        # Counters and sums that are to be absent come first. A launch leaves them so.
+        counters, absent, _ = _shared(variants, tokens)
+        check(driver.cuMemsetD32Async(memory, 0, counters // 4, stream))
+        check(driver.cuMemsetD32Async(memory + counters, ABSENT, absent // 4, stream))
         return replays.medians(graphs, len(arguments), stream)
 
 
@@ -108,15 +111,12 @@ def _bytes_of_set(variant: Variant, tokens: int) -> int:
     return sum(_aligned(length) for length in _lengths(variant, tokens))
 
 
-def _shared(variants: list[Variant], tokens: int) -> int:
-    """Bytes that all launches have in common: the counters, then the workspace."""
-    sums = max(variant.sizes(tokens)[2] for variant in variants)
-    return _aligned(4 * _counters(variants, tokens)) + _aligned(4 * sums)
-
-
-def _counters(variants: list[Variant], tokens: int) -> int:
-    """Counters that a launch takes at most."""
-    return max(variant.sizes(tokens)[1] for variant in variants)
+def _shared(variants: list[Variant], tokens: int) -> tuple[int, int, int]:
+    """Bytes that all launches have in common: counters, the workspaces of plans with `signal`, those of the others."""
+    sums = [(variant.plan.signal, variant.sizes(tokens)[2]) for variant in variants]
+    of_kind = (max((size for signal, size in sums if signal is kind), default=0) for kind in (True, False))
+    counters = max(variant.sizes(tokens)[1] for variant in variants)
+    return _aligned(4 * counters), *(_aligned(4 * size) for size in of_kind)
 
 
 def _room(variants: list[Variant], counts: range, index: int) -> tuple[int, int]:
@@ -124,24 +124,24 @@ def _room(variants: list[Variant], counts: range, index: int) -> tuple[int, int]
     budget = replays.budget(MEMORY)
 
     def needed(tokens: int) -> int:
-        return _shared(variants, tokens) + _bytes_of_set(variants[0], tokens)
+        return sum(_shared(variants, tokens)) + _bytes_of_set(variants[0], tokens)
 
     fitting = bisect.bisect_right(counts, budget, key=needed)
     if fitting == 0:
         raise RuntimeError(f"it takes {needed(counts[0]) >> 20} MiB, and {budget >> 20} can be had")
     tokens = counts[fitting - 1]
     of_set = _bytes_of_set(variants[0], tokens)
-    return tokens, replays.sets_beyond_cache(of_set, budget - _shared(variants, tokens), index)
+    return tokens, replays.sets_beyond_cache(of_set, budget - sum(_shared(variants, tokens)), index)
 
 
-def _arguments(variant: Variant, tokens: int, sets: int, memory: int, shared: int) -> list[bytes]:
+def _arguments(variant: Variant, tokens: int, sets: int, memory: int, shared: tuple[int, int, int]) -> list[bytes]:
     """Of each launch of a graph."""
     lengths = _lengths(variant, tokens)
     offsets = list(itertools.accumulate((_aligned(length) for length in lengths), initial=0))
-    workspace = memory + shared - _aligned(4 * variant.sizes(tokens)[2])
+    workspace = memory + shared[0] + (0 if variant.plan.signal else shared[1])
     packed = []
     for number in range(sets):
-        start = memory + shared + number * offsets[-1]
+        start = memory + sum(shared) + number * offsets[-1]
         addresses = [start + offset if length else 0 for offset, length in zip(offsets[:-1], lengths, strict=True)]
         packed.append(ARGUMENTS.pack(*addresses, workspace, memory, tokens, *CONSTANTS))
     return packed * max(1, LAUNCHES // sets)
