@@ -8,11 +8,14 @@ A linear is a product with a weight that is a graph input (or a view or cast of 
 the activation at the top of their views, permutes and casts; they cannot depend on each other, because all they read
 is that activation and weights. Names play no part.
 
-`auto` on CUDA emits `grouped_linear`, which chooses by measurement when it runs (`kernels/linear/tuning.py`).
+`auto` on CUDA follows a rule; with `DSV4_MEASURE=1` it emits `grouped_linear`, which chooses by measurement when called
+(`kernels/linear/tuning.py`).
 """
 
 from __future__ import annotations
 
+import math
+import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,6 +41,9 @@ from dsv4_compile.passes.region import (
 from dsv4_compile.passes.sites import LinearInfo, Missed, PassResult, ProjectionGroup, module_path
 
 __all__ = ["ProjectionsPass"]
+
+# Packing pays while one product does not fill the card by itself (a few thousand rows).
+_PACK_MAX_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -125,7 +131,8 @@ class ProjectionsPass:
         return PassResult(projections=tuple(done), missed=tuple(missed), packs=tuple(packs))
 
     def uuid(self) -> str:
-        return f"{self.name}:{self.strategy}:{self.num_streams}:{self.stream_max_tokens}:{self.pack}"
+        settings = (self.name, self.strategy, self.num_streams, self.stream_max_tokens, self.pack, _measures())
+        return ":".join(map(str, settings))
 
     def _choose(self, group: _Group) -> tuple[str, str]:
         """(strategy, reason in words)."""
@@ -141,7 +148,15 @@ class ProjectionsPass:
             return "serial", "asked for"
         if device != "cuda":
             return "serial", f"on {device} one product after the other is as fast, so they stay as they are"
-        return "measured", f"measured for each range of token counts at the first call there{self._apart(group)}"
+        if _measures():
+            return "measured", f"measured for each range of token counts at the first call there{self._apart(group)}"
+        obstacle = _pack_obstacle(group.linears) if self.pack else "the parameters are not at hand in this hook"
+        tokens = _tokens(group.x)
+        if obstacle is None and (tokens is None or tokens <= _PACK_MAX_TOKENS):
+            return "pack", "one product reads all weights (documented default until the choice is measured)"
+        if self.num_streams and (tokens is None or tokens <= self.stream_max_tokens):
+            return "streams", f"cannot be packed: {obstacle}" if obstacle else "documented default"
+        return "serial", f"{tokens} tokens: each product fills the card by itself"
 
     def _apart(self, group: _Group) -> str:
         """Which weights cannot be packed, as the end of a sentence."""
@@ -149,6 +164,11 @@ class ProjectionsPass:
             return "; not packed, the parameters are not at hand in this hook"
         reasons = [_pack_obstacle(linears) for linears in _by_dtype(group) if len(linears) > 1]
         return "".join(f"; not packed: {reason}" for reason in dict.fromkeys(reasons) if reason is not None)
+
+
+def _measures() -> bool:
+    """Whether `auto` is the choice by measurement: not by default, until it has been measured on a card."""
+    return os.environ.get("DSV4_MEASURE") == "1"
 
 
 def _device_type(group: _Group) -> str:
@@ -247,6 +267,12 @@ def _trace(node: Node, inner: int | None) -> tuple[Node, list[Node]]:
         chain.insert(0, node)
         node = parent
     return node, chain
+
+
+def _tokens(x: Node) -> int | None:
+    """Rows of the activation, or None when symbolic."""
+    lead = [d for d in (shape(x) or ())[:-1] if isinstance(d, int)]
+    return math.prod(lead) if len(lead) == len(shape(x) or ()) - 1 else None
 
 
 def _by_dtype(group: _Group) -> list[list[_Linear]]:

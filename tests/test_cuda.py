@@ -30,18 +30,23 @@ def distance(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).norm() / b.double().norm())
 
 
-@pytest.mark.parametrize("projections", ["auto", "pack", "streams", "serial", "off"])
-def test_real_model_equals_eager(projections):
+@pytest.mark.parametrize("projections", ["auto", "measured", "pack", "streams", "serial", "off"])
+def test_real_model_equals_eager(projections, monkeypatch):
+    monkeypatch.setenv("DSV4_MEASURE", str(int(projections == "measured")))
     model = deepseek(hidden=64).cuda()
     ids = torch.randint(0, model.config.vocab_size, (2, 40), device="cuda")
     expected = logits(model, ids)
-    compiled = torch.compile(model, backend="dsv4", options={"projections": projections})
+    options = {"projections": "auto" if projections == "measured" else projections}
+    compiled = torch.compile(model, backend="dsv4", options=options)
     out = logits(compiled, ids)
     assert distance(out, expected) < 1e-5
     graph = dsv4_compile.report().graphs[-1]
     assert {site.kernel for site in graph.mhc} == {"cuda"}
     assert len(graph.mhc) == 2 * model.config.num_hidden_layers + 2
     if projections == "auto":
+        assert {group.strategy for group in graph.projections} == {"pack"}
+        assert packing.fallbacks() == []
+    if projections == "measured":
         assert {group.strategy for group in graph.projections} == {"measured"}
         assert {entry["strategy"] for entry in linear.choices()} == {"pack"}
         assert not graph.notes
@@ -219,6 +224,7 @@ def measuring(monkeypatch, tmp_path):
     """Nothing chosen yet, an empty folder, measurements on."""
     tuning.forget()
     monkeypatch.setenv("DSV4_TUNE", "auto")
+    monkeypatch.setenv("DSV4_MEASURE", "1")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     yield
     tuning.forget()

@@ -25,6 +25,7 @@ from tests.passes.test_projections import Chains, Linears, Odd, names, run
 def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The pass takes every group for one on a CUDA device."""
     monkeypatch.setattr(projections, "_device_type", lambda group: "cuda")
+    monkeypatch.setenv("DSV4_MEASURE", "1")
     tuning.forget()
     yield
     tuning.forget()
