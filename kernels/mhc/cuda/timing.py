@@ -113,10 +113,15 @@ def _bytes_of_set(variant: Variant, tokens: int) -> int:
 
 def _shared(variants: list[Variant], tokens: int) -> tuple[int, int, int]:
     """Bytes that all launches have in common: counters, the workspaces of plans with `signal`, those of the others."""
-    sums = [(variant.plan.signal, variant.sizes(tokens)[2]) for variant in variants]
-    of_kind = (max((size for signal, size in sums if signal is kind), default=0) for kind in (True, False))
-    counters = max(variant.sizes(tokens)[1] for variant in variants)
-    return _aligned(4 * counters), *(_aligned(4 * size) for size in of_kind)
+    counters = absent = others = 0
+    for variant in variants:
+        _, tiles, sums = variant.sizes(tokens)
+        counters = max(counters, tiles)
+        if variant.plan.signal:
+            absent = max(absent, sums)
+        else:
+            others = max(others, sums)
+    return _aligned(4 * counters), _aligned(4 * absent), _aligned(4 * others)
 
 
 def _room(variants: list[Variant], counts: range, index: int) -> tuple[int, int]:
