@@ -8,6 +8,7 @@ whatever pass the user has put there.
 from __future__ import annotations
 
 import logging
+import os
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from torch.fx import GraphModule
 
 import dsv4_compile
 from dsv4_compile import dump, memory, verification
+from dsv4_compile.assembly import Assembler
 from dsv4_compile.hook import HOOK, chained
 from dsv4_compile.options import DEFAULTS, Options, disabled
 from dsv4_compile.passes.mhc import MhcPass
@@ -122,6 +124,8 @@ def _compile(
         return _eager(gm, inputs, passes)
     if passes is not None:
         patches = {**patches, HOOK: chained(passes, patches)}
+        if os.environ.get("DSV4_PIECES") == "1":
+            return _in_pieces(gm, inputs, patches, graph)
     return _inductor(gm, inputs, patches)
 
 
@@ -129,6 +133,20 @@ def _inductor(gm: GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -
     from torch._inductor.compile_fx import compile_fx
 
     return compile_fx(gm, inputs, config_patches=patches or None)
+
+
+def _in_pieces(gm: GraphModule, inputs: Sequence[Any], patches: dict[str, Any], graph: GraphReport) -> Any:
+    """Each distinct piece of the graph compiled once, without the cache of AOTAutograd, which keeps whole graphs."""
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx
+
+    assembler = Assembler()
+    with config.patch(enable_autograd_cache=False):
+        compiled = compile_fx(gm, inputs, inner_compile=assembler.compile, config_patches=patches or None)
+    graph.pieces = assembler.pieces
+    if assembler.whole is not None:
+        graph.notes.append(f"compiled as one piece: {assembler.whole}")
+    return compiled
 
 
 def _eager(gm: GraphModule, inputs: Sequence[Any], passes: GraphPasses | None) -> Callable[..., Any]:
@@ -179,7 +197,7 @@ def _fill(graph: GraphReport, collected: Collected, seconds: float, options: Opt
     for result in collected.results:
         graph.add(result)
     kind = "compiled" if options.compiler == "inductor" else "eager"
-    graph.pieces = [Piece("piece_0", key[:16], 0, kind, "the graph is one piece in this release", graph.nodes)]
+    graph.pieces = graph.pieces or [Piece("piece_0", key[:16], 0, kind, "the graph is one piece", graph.nodes)]
 
 
 def _settle(report: CompileReport, graph: GraphReport, collected: Collected, options: Options) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -25,7 +24,7 @@ from dsv4_compile.passes.axes import TokenAxes, Unsupported
 from dsv4_compile.passes.classes import Carriers, carriers, is_wider
 from dsv4_compile.passes.mhc_pre import STREAMS, OnStreams, is_inside, products, residuals
 from dsv4_compile.passes.mhc_proof import DRAWS, Case, Draw, draw_inputs
-from dsv4_compile.passes.region import Region, grow, is_floating, is_leaf, shape
+from dsv4_compile.passes.region import Region, count, grow, is_floating, is_leaf, shape
 from dsv4_compile.passes.sites import module_path
 
 __all__ = ["HeadMatch", "HeadProof", "find"]
@@ -152,7 +151,7 @@ def _search(case: Case) -> HeadProof | None:
 
 
 def _leaves(region: Region, size: int) -> list[int]:
-    return [region.index[x] for x in region.leaves if math.prod(shape(x) or ()) == size]
+    return [region.index[x] for x in region.leaves if count(shape(x) or ()) == size]
 
 
 def _agreeing(case: Case, draws: list[Draw], proof: HeadProof) -> Carriers:

@@ -21,6 +21,7 @@ from dsv4_compile.passes.mhc_proof import Case, Constants, Proof, prove
 from dsv4_compile.passes.region import (
     PRODUCT,
     Region,
+    are,
     grow,
     has_leaf_factor,
     is_floating,
@@ -172,7 +173,7 @@ def residuals(product: Node, fn: Node, n: int, hidden: int) -> list[Node]:
             continue
         seen.add(node)
         dims = shape(node) or ()
-        if dims[-2:] == (n, hidden) or dims[-1:] == (n * hidden,):
+        if are(dims[-2:], (n, hidden)) or are(dims[-1:], (n * hidden,)):
             found.append(node)
         if node.op == "call_function":
             pending.extend(p for p in node.all_input_nodes if is_floating(p) and _features(p, n * hidden))

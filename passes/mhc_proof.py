@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +27,7 @@ from torch.fx import Node
 from dsv4_compile.kernels.mhc import reference
 from dsv4_compile.passes.axes import TokenAxes, Unsupported
 from dsv4_compile.passes.classes import Carriers, carriers, close, rows
-from dsv4_compile.passes.region import POINTWISE, REDUCTION, Region, evaluate, is_floating, packet, shape
+from dsv4_compile.passes.region import POINTWISE, REDUCTION, Region, count, evaluate, is_floating, packet, shape
 
 __all__ = ["DRAWS", "Case", "Constants", "Draw", "Proof", "draw_inputs", "prove"]
 
@@ -168,7 +167,7 @@ def _search(case: Case) -> Proof | str:
 
 def _parameters(region: Region, n: int) -> Iterator[tuple[int, int]]:
     def leaves(size: int) -> list[int]:
-        return [region.index[x] for x in region.leaves if math.prod(shape(x) or ()) == size]
+        return [region.index[x] for x in region.leaves if count(shape(x) or ()) == size]
 
     return itertools.islice(itertools.product(leaves(3), leaves((2 + n) * n)), 9)
 

@@ -29,6 +29,7 @@ from dsv4_compile.passes.region import (
     CAST,
     RESHAPE,
     VIEW,
+    are,
     aten,
     is_cast_up,
     is_floating,
@@ -258,7 +259,8 @@ def _trace(node: Node, inner: int | None) -> tuple[Node, list[Node]]:
     chain: list[Node] = []
     while node.op == "call_function" and node.args and isinstance(node.args[0], Node):
         op, parent = packet(node), node.args[0]
-        keeps = inner is None or ((shape(parent) or (None,))[-1] == inner == (shape(node) or (None,))[-1])
+        ends = [(shape(one) or ())[-1:] for one in (parent, node)]
+        keeps = inner is None or all(are(end, (inner,)) for end in ends)
         turns = op is aten.permute and node.args[1][-1] in (len(node.args[1]) - 1, -1)
         if op in CAST and not is_cast_up(node) and len(node.users) > 1:
             break  # several read the rounded value: that is the activation

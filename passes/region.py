@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ from dsv4_compile.passes.sites import source_line
 
 __all__ = [
     "Region",
+    "are",
+    "count",
     "evaluate",
     "grow",
     "has_leaf_factor",
@@ -78,6 +81,16 @@ def shape(node: Node) -> tuple[int | torch.SymInt, ...] | None:
     """Shape of a tensor node, else None. A size that the graph's guards have fixed is an int."""
     val = value(node)
     return tuple(map(_settled, val.shape)) if isinstance(val, torch.Tensor) else None
+
+
+def are(dims: Sequence[int | torch.SymInt], wanted: Sequence[int]) -> bool:
+    """Whether sizes are known to be these. To compare a symbol with `==` would add a guard and a recompilation."""
+    return len(dims) == len(wanted) and all(isinstance(d, int) and d == w for d, w in zip(dims, wanted, strict=True))
+
+
+def count(dims: Sequence[int | torch.SymInt]) -> int | None:
+    """Elements of a tensor with these sizes, or None when one is a symbol."""
+    return math.prod(d for d in dims if isinstance(d, int)) if all(isinstance(d, int) for d in dims) else None
 
 
 def _is_unsettled(node: Node) -> bool:
