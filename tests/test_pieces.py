@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -266,6 +270,34 @@ def test_parameters_are_inputs_and_not_part_of_the_code() -> None:
         torch.testing.assert_close(compiled(x), module(x), rtol=1e-5, atol=1e-6)
         module.layers[1].up.weight.data = torch.randn(16, 8)
         torch.testing.assert_close(compiled(x), module(x), rtol=1e-5, atol=1e-6)
+
+
+PROCESS = """
+import sys, torch, dsv4_compile
+from torch._dynamo.utils import counters
+from tests.test_pieces import Block, Stack
+with torch.no_grad():
+    module = Stack(*(Block(8) for _ in range(int(sys.argv[1]))))
+    torch.compile(module, backend="dsv4", dynamic=True)(torch.randn(5, 8))
+assert len(dsv4_compile.report().graphs[-1].pieces) == int(sys.argv[1])
+print(*(counters["inductor"][f"fxgraph_cache_{kind}"] for kind in ("hit", "miss")))
+"""
+
+
+def test_another_process_finds_the_pieces_of_another_model_in_the_cache(tmp_path: Path) -> None:
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    outputs = [
+        subprocess.run(
+            [sys.executable, "-c", PROCESS, layers],
+            cwd=Path(__file__).parent.parent,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.split()
+        for layers in ("3", "5")
+    ]
+    assert outputs == [["0", "2"], ["2", "0"]]
 
 
 @pytest.mark.slow
