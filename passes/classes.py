@@ -1,17 +1,36 @@
-"""Value classes: the nodes of a region that carry one known value, under any view and any cast."""
+"""Value classes: the nodes of a region that carry one known value, under any view and any cast.
+
+Evaluation in float64 does not see roundings. `settled` reads them off the dtypes, and keeps of a class the nodes that
+an operator's result may take the place of: those on which the value is rounded in one and the same way. What the author
+computes from them, the value rounded further, or in part, or by way of arithmetic, goes on being computed as written.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from dsv4_compile.passes.region import CAST, LAYOUT, VIEW, Region, is_floating, packet, shape, value
+from dsv4_compile.passes.region import Region, is_floating, is_moved, shape, value
 
-__all__ = ["Carriers", "carriers", "close", "rows"]
+__all__ = [
+    "Carriers",
+    "Rounding",
+    "behind_roundings",
+    "carriers",
+    "close",
+    "inexact",
+    "rows",
+    "settled",
+    "start",
+    "step",
+]
+
+# The dtypes that a number is rounded to, one after the other; those that hold it exactly are left out.
+Rounding = tuple[torch.dtype, ...]
 
 _RTOL, _ATOL = 1e-7, 1e-13  # a constant rounded to float32 is the constant
 _GLANCE = 1e-3  # one element decides most comparisons; looser than the tolerance by far
@@ -37,10 +56,16 @@ def close(actual: torch.Tensor | None, expected: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Carriers:
-    """Region positions of the nodes that carry a value; `flipped` ones carry the transposed matrix."""
+    """Region positions of the nodes that carry a value; `flipped` ones carry the transposed matrix.
+
+    Once they are settled, `rounding` is what happened to the value on all of them, at most one dtype, and `others` are
+    the nodes on which something else happened to it.
+    """
 
     plain: frozenset[int]
     flipped: frozenset[int] = frozenset()
+    rounding: Rounding = ()
+    others: frozenset[int] = frozenset()
 
     def __bool__(self) -> bool:
         return bool(self.plain or self.flipped)
@@ -51,6 +76,10 @@ class Carriers:
     def nodes(self, region: Region) -> list[Node]:
         """The carriers in topological order."""
         return [region.nodes[i] for i in sorted(self.plain | self.flipped)]
+
+    def everywhere(self, region: Region) -> list[Node]:
+        """The carriers and the `others`, in topological order."""
+        return [region.nodes[i] for i in sorted(self.plain | self.flipped | self.others)]
 
 
 def carriers(
@@ -79,21 +108,80 @@ def leaving(region: Region, members: Sequence[Node]) -> list[Node]:
     return [m for m in members if any(u not in inside for u in m.users)]
 
 
-def narrowest(node: Node, members: set[Node]) -> torch.dtype:
-    """The dtype that bounds the precision of `node`: the narrowest on its way through the class."""
-    best = value(node).dtype
-    while packet(node) in CAST | VIEW | LAYOUT and node.args and node.args[0] in members:
-        node = node.args[0]
-        if torch.finfo(value(node).dtype).bits < torch.finfo(best).bits:
-            best = value(node).dtype
-    return best
+def start(node: Node) -> Rounding:
+    """How `node` is rounded when an operator computes its value: if it has 16 bits it is, for the operator has more."""
+    dtype = value(node).dtype
+    return (dtype,) if dtype.itemsize == 2 else ()
+
+
+def step(rounding: Rounding, source: Node, node: Node) -> Rounding:
+    """How `node` is rounded, which is `source` moved or cast."""
+    if not is_floating(node) or not is_floating(source):  # the parts of a split come as one value
+        return rounding
+    held, own = rounding[-1] if rounding else value(source).dtype, value(node).dtype
+    return rounding if own == held or own.itemsize > held.itemsize else (*rounding, own)
+
+
+def inexact(region: Region, products: Collection[Node]) -> set[Node]:
+    """What is computed from the residual, seed 0, through a rounding to 16 bits that is not the residual's own.
+
+    That of `products` counts as none, for autocast runs them in 16 bits: the operators' is nearer to the formula.
+    """
+    residual = region.seeds[0]
+    return set() if start(residual) else behind_roundings(region, {residual}, products)
+
+
+def behind_roundings(region: Region, origins: Collection[Node], apart_from: Collection[Node] = ()) -> set[Node]:
+    """What is computed from one of `origins` through a rounding to 16 bits that is not on the way to `apart_from`."""
+    below, found = set(origins), set[Node]()
+    for node in region.nodes:
+        sources = below.intersection(node.all_input_nodes)
+        if sources:
+            below.add(node)
+        rounded = any(step((), source, node) and start(node) for source in sources)
+        if node not in apart_from and (rounded or not found.isdisjoint(sources)):
+            found.add(node)
+    return found
+
+
+def settled(region: Region, found: Carriers, without: Collection[Node] = ()) -> Carriers:
+    """The carriers that an operator's result, rounded in one way, may take the place of.
+
+    That way is the one that every reader of the class asks for, and no rounding when they ask for different ones. No
+    carrier when the value is first computed by nodes of `without`.
+    """
+    ways = _ways(region, set(found.nodes(region)), without)
+    if not ways:
+        return Carriers(frozenset(), others=found.plain | found.flipped)
+    members = list(ways)
+    firsts = {ways[m][:1] for m in leaving(region, members) or members[-1:]}
+    common = firsts.pop() if len(firsts) == 1 else ()
+    rounding = common if common in ways.values() else ways[members[0]]
+    kept = frozenset(region.index[m] for m, way in ways.items() if way == rounding)
+    return Carriers(found.plain & kept, found.flipped & kept, rounding, (found.plain | found.flipped) - kept)
+
+
+def _ways(region: Region, members: set[Node], without: Collection[Node]) -> dict[Node, Rounding]:
+    """How each of `members` is rounded that is a root of the class, moved and cast; a root is computed from no member.
+
+    Arithmetic on a member may give the value again. Whether it gives the rounded value for the rounded member nobody
+    has proved, nor that of a tensor of parts that are rounded in different ways.
+    """
+    known: dict[Node, Rounding | None] = {}
+    for node in region.nodes:
+        sources = [n for n in node.all_input_nodes if not isinstance(value(n), torch.SymInt)]
+        inside = [n for n in sources if n in known]
+        if inside:
+            ways = {None if (way := known[n]) is None else step(way, n, node) for n in inside}
+            known[node] = ways.pop() if is_moved(node) and inside == sources and len(ways) == 1 else None
+        elif node in members:
+            known[node] = None if node in without else start(node)
+    return {node: way for node, way in known.items() if way is not None and node in members}
 
 
 def precision(region: Region, outputs: Carriers) -> torch.dtype:
-    """The dtype an output has to be computed in: the most precise that leaves its class."""
-    members = outputs.nodes(region)
-    exits = leaving(region, members) or members[-1:]
-    return max((narrowest(e, set(members)) for e in exits), key=lambda d: torch.finfo(d).bits)
+    """The dtype an output has to be computed in."""
+    return outputs.rounding[-1] if outputs.rounding else value(outputs.nodes(region)[0]).dtype
 
 
 def is_wider(region: Region, residual: Node, *outputs: Carriers) -> bool:

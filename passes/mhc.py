@@ -26,7 +26,7 @@ from dsv4_compile.passes.emission import call, cast, item, reshape_rows, transpo
 from dsv4_compile.passes.mhc_head import HeadMatch
 from dsv4_compile.passes.mhc_post import PostMatch
 from dsv4_compile.passes.mhc_pre import OnStreams, PreMatch
-from dsv4_compile.passes.region import ANALYTIC, PASSIVE, Region, packet, shape, undisturbed, value
+from dsv4_compile.passes.region import ANALYTIC, PASSIVE, Region, aten, is_floating, packet, shape, undisturbed, value
 from dsv4_compile.passes.sites import MhcSite, Missed, PassResult, module_path
 
 __all__ = ["MhcPass"]
@@ -58,11 +58,11 @@ class MhcPass:
         order = {node: i for i, node in enumerate(graph.nodes)}
         with undisturbed():
             pres, missed = mhc_pre.find(graph, order)
-            posts = mhc_post.find(graph, order, pres)
+            posts, refused = mhc_post.find(graph, order, pres)
             heads = mhc_head.find(graph, order)
         # Where a lookalike of hc_pre has been reported already, one reason is enough.
         alone = [] if missed else _unled(pres, posts)
-        unposted = _unposted(pres, posts)  # of the graph as it came: afterwards the readers are the operators'
+        unposted = _unposted(pres, posts, refused)  # of the graph as it came: afterwards the readers are the operators'
         rewrite = _Rewrite(graph, order, self.kernel, self.deterministic, [*pres, *heads])
         for post, pre in _sites(pres, posts, order):
             rewrite.apply(post, pre)
@@ -99,7 +99,7 @@ def _sites(
 
 def _unled(pres: Sequence[PreMatch], posts: Sequence[PostMatch]) -> list[Missed]:
     """`hc_post` sites whose `post` and `comb` this graph computes in a way that is not a known `hc_pre`."""
-    known = {n for pre in pres for n in (*pre.post.nodes(pre.region), *pre.comb.nodes(pre.region))}
+    known = {n for pre in pres for n in (*pre.post.everywhere(pre.region), *pre.comb.everywhere(pre.region))}
     why = "hc_post was replaced alone: what computes its post and comb is not hc_pre with one fn of [(2+n)*n, n*D]"
     return [
         Missed("mhc", module_path(post.out.nodes(post.region)[0]), why)
@@ -116,16 +116,16 @@ def _origin(node: Node) -> Node:
     return node
 
 
-def _unposted(pres: Sequence[PreMatch], posts: Sequence[PostMatch]) -> list[Missed]:
+def _unposted(pres: Sequence[PreMatch], posts: Sequence[PostMatch], refused: dict[Node, str]) -> list[Missed]:
     """Sites whose `post` and `comb` are read by something that is not the formula of `hc_post`."""
     used = {p.post for p in posts} | {p.comb for p in posts}
     missed = []
     for pre in pres:
-        members = set(pre.post.nodes(pre.region)) | set(pre.comb.nodes(pre.region))
+        members = {*pre.post.everywhere(pre.region), *pre.comb.everywhere(pre.region)}
         readers = {u for m in members for u in m.users} - members
         if members.isdisjoint(used) and any(r.op != "output" for r in readers):
             why = "no post * x + comb^T @ residual in the residual's layout behind it, so only this hc_pre was replaced"
-            missed.append(Missed("mhc", pre.site, why))
+            missed.append(Missed("mhc", pre.site, next((refused[m] for m in members if m in refused), why)))
     return missed
 
 
@@ -228,7 +228,7 @@ class _Rewrite:
         mixing = None
         if post is not None:
             plain = reference.compute_dtype(value(post.residual).dtype)
-            dtypes = [rounding[-1] if rounding else plain for rounding in post.rounding]
+            dtypes = [rounding[-1] if rounding else plain for rounding in post.roundings[2:]]
             mixing = "/".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(dtypes))
         if pre is None:
             assert post is not None
@@ -281,12 +281,16 @@ class _Rewrite:
                 comb = self._with_lead(made.comb, lead, 2)
                 turned ^= region.index[match.comb] in made.match.comb.flipped
         mixing = None
-        if match.rounding[0] == match.rounding[1] and len(match.rounding[0]) < 2:
-            mixing = next(iter(match.rounding[0]), None)
+        of_x, of_residual, of_post, of_comb = match.roundings
+        if of_post == of_comb and len(of_post) < 2:
+            mixing = next(iter(of_post), None)
         else:  # the operator rounds both to one dtype, or neither
-            post, comb = (self._rounded(*pair) for pair in zip((post, comb), match.rounding, strict=True))
+            post, comb = self._rounded(post, of_post), self._rounded(comb, of_comb)
         comb = transpose(self.graph, comb) if turned else comb
-        return [self._now(match.x), self._streams(match), post, comb], mixing
+        x, residual = self._rounded(self._now(match.x), of_x), self._rounded(self._streams(match), of_residual)
+        if value(match.residual).dtype is torch.float64:  # it says what the operator computes in
+            residual = cast(self.graph, residual, torch.float64)
+        return [x, residual, post, comb], mixing
 
     def _rounded(self, node: Node, rounding: Sequence[torch.dtype]) -> Node:
         for dtype in rounding:
@@ -325,7 +329,7 @@ class _Rewrite:
         return min((c.nodes(region)[0] for c in classes), key=self.order.__getitem__)
 
     def _replace(self, region: Region, outputs: Carriers, made: Node) -> None:
-        """Gives the readers of a class `made` (moved and cast as they expect it)."""
+        """Gives the readers of a class `made` (moved, rounded and cast as they expect it)."""
         members = outputs.nodes(region)
         inside = set(members)
         for leaver in leaving(region, members):
@@ -334,11 +338,11 @@ class _Rewrite:
                 continue
             flipped = region.index[target] in outputs.flipped
             with self.graph.inserting_before(target):
-                new = made
-                if not same_shape(target, shape(made) or ()):
-                    new = reshape_rows(self.graph, new, shape(target) or ())
+                new = self._rounded(made, outputs.rounding)
                 if flipped:
                     new = transpose(self.graph, new)
+                if not same_shape(target, shape(made) or ()):
+                    new = reshape_rows(self.graph, new, shape(target) or ())
                 new = cast(self.graph, new, value(target).dtype)
             target.replace_all_uses_with(new)
             self._new[target] = new
@@ -355,25 +359,32 @@ class _Rewrite:
 
 
 def _nearest_of_shape(node: Node, inside: set[Node], dims: Sequence[int | torch.SymInt]) -> Node:
-    """The node itself or the nearest one above it in its class that already has the operator's shape."""
+    """The node itself or the nearest one above it in its class that already has the operator's shape.
+
+    Not above a clone: it is there for the strides that its readers need, and a transposed result does not have them.
+    """
     above: Node | None = node
     while above is not None and not same_shape(above, dims):
         parent = above.args[0] if above.args else None
-        above = parent if isinstance(parent, Node) and parent in inside else None
+        above = parent if isinstance(parent, Node) and parent in inside and packet(parent) is not aten.clone else None
     return above if above is not None else node
 
 
 def _norm_is_fused(pre: PreMatch | HeadMatch) -> bool:
-    """The norm goes into the kernel when nothing else reads the row before it."""
+    """The norm goes into the kernel when nothing else reads the row before it, and nothing rounds the row below the
+    precision of the normed one."""
     if not pre.normed or pre.norm_weight is None:
         return False
     stop = set(pre.normed.nodes(pre.region))
+    coarsest = torch.finfo(precision(pre.region, pre.normed)).eps
     pending, seen = list(pre.collapsed.nodes(pre.region)), set()
     while pending:
         node = pending.pop()
         if node in seen:
             continue
         seen.add(node)
+        if is_floating(node) and torch.finfo(value(node).dtype).eps > coarsest:
+            return False
         for user in node.users:
             if user in stop:
                 continue

@@ -21,7 +21,7 @@ from torch.fx import Graph, Node
 
 from dsv4_compile.kernels.mhc import reference
 from dsv4_compile.passes.axes import TokenAxes, Unsupported
-from dsv4_compile.passes.classes import Carriers, carriers, is_wider
+from dsv4_compile.passes.classes import Carriers, carriers, inexact, is_wider, settled
 from dsv4_compile.passes.mhc_pre import STREAMS, OnStreams, is_inside, products, residuals
 from dsv4_compile.passes.mhc_proof import DRAWS, Case, Draw, draw_inputs
 from dsv4_compile.passes.region import Region, count, grow, is_floating, is_leaf, shape
@@ -58,17 +58,9 @@ class HeadMatch(OnStreams):
     hidden: int
     proof: HeadProof
     region: Region
+    collapsed: Carriers
+    normed: Carriers
     site: str
-
-    @property
-    def collapsed(self) -> Carriers:
-        """The row before the norm."""
-        return self.proof.collapsed
-
-    @property
-    def normed(self) -> Carriers:
-        """The row behind the norm, empty where there is none."""
-        return self.proof.normed
 
 
 def find(graph: Graph, order: dict[Node, int]) -> list[HeadMatch]:
@@ -106,11 +98,16 @@ def _match(product: Node, fn: Node, n: int, hidden: int, turned: bool, order: di
         if fn not in region.index:
             continue
         proof = _prove(Case(region, axes, region.index[fn], n, hidden, turned, head=True))
-        if proof is not None and not is_wider(region, residual, proof.collapsed):
+        if proof is None:
+            continue
+        collapsed = settled(region, proof.collapsed, inexact(region, products(fn)))
+        if collapsed and not is_wider(region, residual, collapsed):
             at = region.nodes
             weight = None if proof.norm_weight is None else at[proof.norm_weight]
-            scale, base = at[proof.scale], at[proof.base]
-            return HeadMatch(residual, fn, turned, scale, base, weight, n, hidden, proof, region, module_path(product))
+            return HeadMatch(
+                residual, fn, turned, at[proof.scale], at[proof.base], weight, n, hidden, proof,
+                region, collapsed, settled(region, proof.normed), module_path(product),
+            )  # fmt: skip
     return None
 
 

@@ -7,16 +7,15 @@ that follows names the other operands. The region between them is run in float64
 with `comb` as it is and transposed. It does not matter where `post` and `comb` come from: a proved `hc_pre`, a
 near miss that was left alone, or (behind a graph break) a graph input.
 
-Float64 does not see roundings, so whether the author rounds `post` and `comb` before the mix is read off the dtypes of
-the nodes between them and their products. Both have to be rounded to the same dtype. If only one is, the operator
-rounds neither: that is nearer to the formula than what the author wrote.
+Float64 does not see roundings, so how the author rounds the operands before the mix is read off the dtypes of the nodes
+between them and their products. Where that is not one way for all products, or where it is not the operand itself that
+is rounded but what has been computed from it, these operands are not the ones; others, further down, may be.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +24,7 @@ from torch.fx import Graph, Node
 
 from dsv4_compile.kernels.mhc import reference
 from dsv4_compile.passes.axes import TokenAxes, Unsupported
-from dsv4_compile.passes.classes import Carriers, carriers, is_wider, same_shape
+from dsv4_compile.passes.classes import Carriers, Rounding, carriers, is_wider, same_shape, settled, start, step
 from dsv4_compile.passes.mhc_pre import STREAMS, OnStreams, PreMatch
 from dsv4_compile.passes.region import (
     ANALYTIC,
@@ -38,49 +37,57 @@ from dsv4_compile.passes.region import (
     has_leaf_factor,
     is_cast_up,
     is_floating,
+    is_moved,
     packet,
     shape,
-    value,
 )
 
 __all__ = ["PostMatch", "find"]
 
 _MOVES = VIEW | {aten.permute, aten.transpose, aten.t, aten.clone, aten.expand}
 _DRAWS = 2
-
-# The dtypes that a number is rounded to, one after the other; those that hold it exactly are left out.
-Rounding = tuple[torch.dtype, ...]
+_ROUNDED = (
+    "hc_post rounds what it multiplies in one way for some products and in another for others, or behind further "
+    "arithmetic, so only this hc_pre was replaced"
+)
 
 
 @dataclass(frozen=True)
 class PostMatch(OnStreams):
-    """One proved `hc_post`. `transposed` = the author sums over the second index of `comb`. `rounding` = how the author
-    rounds `post` and `comb` before they are multiplied."""
+    """One proved `hc_post`. `transposed` = the author sums over the second index of `comb`. `roundings` = how x,
+    residual, post and comb are rounded before they are multiplied."""
 
     x: Node
     residual: Node
     post: Node
     comb: Node
     transposed: bool
-    rounding: tuple[Rounding, Rounding]
+    roundings: tuple[Rounding, ...]
     n: int
     hidden: int
     region: Region
     out: Carriers
 
 
-def find(graph: Graph, order: dict[Node, int], pres: Sequence[PreMatch]) -> list[PostMatch]:
-    """All `hc_post` sites of `graph`, in order; `pres` are its proved `hc_pre` sites."""
+def find(graph: Graph, order: dict[Node, int], pres: Sequence[PreMatch]) -> tuple[list[PostMatch], dict[Node, str]]:
+    """All `hc_post` sites of `graph`, in order, and why a `post` that comes into the formula is that of no site.
+
+    `pres` are its proved `hc_pre` sites.
+    """
     matches: list[PostMatch] = []
+    refused: dict[Node, str] = {}
     taken: set[Node] = set()
+    held = {node: w.rounding for pre in pres for w in (pre.post, pre.comb) for node in w.nodes(pre.region)}
     for candidate in itertools.chain(*(_after(pre) for pre in pres), _loose(graph)):
         if candidate.total is not None and candidate.total in taken:
             continue
-        match = _match(candidate, order)
-        if match is not None and taken.isdisjoint(match.out.nodes(match.region)):
-            taken.update(match.out.nodes(match.region))
+        match = _match(candidate, order, held)
+        if isinstance(match, str):
+            refused[candidate.post] = match
+        elif match is not None and taken.isdisjoint(match.out.everywhere(match.region)):
+            taken.update(match.out.everywhere(match.region))
             matches.append(match)
-    return sorted(matches, key=lambda m: order[m.out.nodes(m.region)[0]])
+    return sorted(matches, key=lambda m: order[m.out.nodes(m.region)[0]]), refused
 
 
 @dataclass(frozen=True)
@@ -199,7 +206,8 @@ def _outer(total: Node, other: Node, dims: Sequence[int | torch.SymInt]) -> Iter
                 yield post, x
 
 
-def _match(candidate: _Candidate, order: dict[Node, int]) -> PostMatch | None:
+def _match(candidate: _Candidate, order: dict[Node, int], held: dict[Node, Rounding]) -> PostMatch | str | None:
+    """A match, why the operands of the formula are none, or None when the formula has other ones."""
     roles = (candidate.x, candidate.residual, candidate.post, candidate.comb)
     dims = shape(candidate.residual) or ()
     n = int((shape(candidate.comb) or (0,))[-1])
@@ -214,20 +222,24 @@ def _match(candidate: _Candidate, order: dict[Node, int]) -> PostMatch | None:
     found = _prove(region, axes, tuple(region.index[s] for s in roles), n)
     if found is None:
         return None
-    out, transposed = found
+    out, transposed = settled(region, found[0]), found[1]
     if is_wider(region, candidate.residual, out):
         return None
-    rounding = _rounding(region, out, candidate.post, candidate.comb)
-    if rounding is None:
-        return None
+    roundings = _roundings(region, out, roles, held)
+    if roundings is None:
+        return _ROUNDED
     hidden = int((shape(candidate.x) or (0,))[-1])
-    return PostMatch(*roles, transposed, rounding, n, hidden, region, out)
+    return PostMatch(*roles, transposed, roundings, n, hidden, region, out)
 
 
-def _rounding(region: Region, out: Carriers, post: Node, comb: Node) -> tuple[Rounding, Rounding] | None:
-    """How `post` and `comb` are rounded on their ways to the products that `out` is made of.
+def _roundings(
+    region: Region, out: Carriers, operands: Sequence[Node], held: dict[Node, Rounding]
+) -> tuple[Rounding, ...] | None:
+    """How each of the operands is rounded on its ways to the products that `out` is made of.
 
-    None when one of them is rounded in one way for some products and in another for others: that is not the formula.
+    `held` has the roundings of nodes that an operator's result will take the place of. None when an operand is rounded
+    in one way for some products and in another for others, or what is computed from it is: that is not the formula. (In
+    a model in 16 bits the products are rounded as well; that the operator does not is nearer to the formula.)
     """
     needed: set[Node] = set()
     pending = out.nodes(region)
@@ -236,32 +248,57 @@ def _rounding(region: Region, out: Carriers, post: Node, comb: Node) -> tuple[Ro
         if node in region.index and node not in region.seeds and node not in needed:
             needed.add(node)
             pending += node.all_input_nodes
-    of_post, of_comb = _arrivals(post, needed), _arrivals(comb, needed)
-    if len(of_post) > 1 or len(of_comb) > 1:
+    mixed = _below(region, operands[:2]) & _below(region, operands[2:])
+    if not start(operands[1]) and _rounds_products(mixed & needed - set(out.everywhere(region))):
         return None
-    return next(iter(of_post), ()), next(iter(of_comb), ())
+    found: list[Rounding] = []
+    for operand in operands:
+        ways = _arrivals(operand, held.get(operand, start(operand)), needed, mixed)
+        way = ways.pop() if ways else ()
+        if ways or way is None:
+            return None
+        found.append(way)
+    return tuple(found)
 
 
-def _arrivals(weight: Node, needed: set[Node]) -> set[Rounding]:
-    """What happens to `weight`, moved and cast, on each way to the arithmetic among the nodes `needed`."""
-    start = value(weight).dtype
-    # A weight that comes in 16 bits has been rounded before: what takes its place may not be.
-    pending: list[tuple[Node, Rounding]] = [(weight, (start,) if start.itemsize == 2 else ())]
-    found: set[Rounding] = set()
+def _below(region: Region, seeds: Sequence[Node]) -> set[Node]:
+    """The nodes that are computed from one of `seeds`."""
+    found = set(seeds)
+    for node in region.nodes:
+        if not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _rounds_products(nodes: set[Node]) -> bool:
+    return any(step((), source, n) and start(n) for n in nodes for source in nodes.intersection(n.all_input_nodes))
+
+
+def _arrivals(operand: Node, rounding: Rounding, needed: set[Node], mixed: set[Node]) -> set[Rounding | None]:
+    """What happens to `operand` on each way to where it meets the other factor among the nodes `needed`.
+
+    None stands for a rounding of what has been computed from it.
+    """
+    pending = [(operand, rounding, False)]
+    found: set[Rounding | None] = set()
     seen = set()
     while pending:
-        node, rounding = pending.pop()
-        if (node, rounding) in seen:
+        state = pending.pop()
+        if state in seen:
             continue
-        seen.add((node, rounding))
+        seen.add(state)
+        node, rounding, computed = state
         for user in needed.intersection(node.users):
-            if packet(user) in PASSIVE or packet(user) is operator.getitem:
-                held = rounding[-1] if rounding else start
-                own = value(user).dtype if is_floating(user) else held
-                exact = own == held or own.itemsize > held.itemsize
-                pending.append((user, rounding if exact else (*rounding, own)))
-            else:
+            if is_moved(user):
+                if computed and step((), node, user):
+                    found.add(None)
+                pending.append((user, step(rounding, node, user), computed))
+            elif user in mixed:
                 found.add(rounding)
+            elif start(user):
+                found.add(None)
+            else:
+                pending.append((user, rounding, True))
     return found
 
 

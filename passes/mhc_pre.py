@@ -16,7 +16,7 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from dsv4_compile.passes.axes import TokenAxes
-from dsv4_compile.passes.classes import Carriers, is_wider
+from dsv4_compile.passes.classes import Carriers, inexact, is_wider, settled
 from dsv4_compile.passes.mhc_proof import Case, Constants, Proof, prove
 from dsv4_compile.passes.region import (
     PRODUCT,
@@ -140,21 +140,34 @@ def _match(product: Node, fn: Node, n: int, hidden: int, turned: bool, order: di
             if features == 2 and reason is None:
                 reason = f"the product is not computed from the residual alone; {region.stopped_by()}".rstrip("; ")
             continue
-        proof = prove(Case(region, axes, region.index[fn], n, hidden, turned))
-        if isinstance(proof, Proof) and is_wider(region, residual, proof.post, proof.comb, proof.collapsed):
-            reason = "its arithmetic is float64 and the residual is not"
-            continue
+        case = Case(region, axes, region.index[fn], n, hidden, turned)
+        proof = prove(case)
         if isinstance(proof, Proof):
-            at = region.nodes
-            weight = None if proof.norm_weight is None else at[proof.norm_weight]
-            return PreMatch(
-                residual, fn, turned, at[proof.scale], at[proof.base], weight, n, hidden, proof.constants,
-                region, proof.post, proof.comb, proof.collapsed, proof.normed, module_path(product),
-            )  # fmt: skip
-        if features == 2 and reason is None:
+            match = _proved_match(proof, case, product)
+            if isinstance(match, PreMatch):
+                return match
+            reason = match
+        elif features == 2 and reason is None:
             stop = region.stopped_by()
             reason = proof + (f"; {stop}" if stop else "")
     return reason
+
+
+def _proved_match(proof: Proof, case: Case, product: Node) -> PreMatch | str:
+    """The match of a region that is the formula, or the reason why the operators' arithmetic is not the author's."""
+    region, at = case.region, case.region.nodes
+    residual, fn = region.seeds[0], at[case.fn]
+    rounded = inexact(region, products(fn))
+    post, comb, collapsed = (settled(region, x, rounded) for x in (proof.post, proof.comb, proof.collapsed))
+    if not (post and comb and collapsed):
+        return "it rounds to 16 bits between the product with fn and post, comb or the collapse"
+    if is_wider(region, residual, post, comb, collapsed):
+        return "its arithmetic is float64 and the residual is not"
+    weight = None if proof.norm_weight is None else at[proof.norm_weight]
+    return PreMatch(
+        residual, fn, case.turned, at[proof.scale], at[proof.base], weight, case.n, case.hidden, proof.constants,
+        region, post, comb, collapsed, settled(region, proof.normed), module_path(product),
+    )  # fmt: skip
 
 
 def is_inside(known: tuple[Node, ...], product: Node) -> bool:

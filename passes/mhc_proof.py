@@ -26,7 +26,7 @@ from torch.fx import Node
 
 from dsv4_compile.kernels.mhc import reference
 from dsv4_compile.passes.axes import TokenAxes, Unsupported
-from dsv4_compile.passes.classes import Carriers, carriers, close, rows
+from dsv4_compile.passes.classes import Carriers, behind_roundings, carriers, close, rows
 from dsv4_compile.passes.region import POINTWISE, REDUCTION, Region, count, evaluate, is_floating, packet, shape
 
 __all__ = ["DRAWS", "Case", "Constants", "Draw", "Proof", "draw_inputs", "prove"]
@@ -205,7 +205,10 @@ def _constants(case: Case, draw: Draw, rms_eps: float, scale: int, base: int, sm
 
 
 def _ratio(region: Region, draw: Draw, gate: torch.Tensor) -> float | None:
-    """The multiplier of the last node that is a constant multiple of `gate` and has a reader of another kind."""
+    """The multiplier of the last node that is a constant multiple of `gate` and has a reader of another kind.
+
+    A multiple of a rounded multiple is computed as it is written.
+    """
     found: dict[int, float] = {}
     for i, node in enumerate(region.nodes):
         actual = rows(draw.env.get(node), *gate.shape) if node not in region.seeds and is_floating(node) else None
@@ -215,7 +218,8 @@ def _ratio(region: Region, draw: Draw, gate: torch.Tensor) -> float | None:
         if ratio != 0.0 and close(actual, gate * ratio):
             found[i] = ratio
     inside = {region.nodes[i] for i in found}
-    last = [i for i in found if any(u not in inside for u in region.nodes[i].users)]
+    inside -= behind_roundings(region, inside)
+    last = [i for i in found if (x := region.nodes[i]) in inside and any(u not in inside for u in x.users)]
     if not last:
         return None
     ratio = found[max(last)]

@@ -33,6 +33,7 @@ __all__ = [
     "has_leaf_factor",
     "is_floating",
     "is_leaf",
+    "is_moved",
     "leaf_of",
     "shape",
     "strip",
@@ -123,6 +124,11 @@ def is_cast_up(node: Node) -> bool:
         return False
     source, target = value(node.args[0]).dtype, value(node).dtype
     return torch.promote_types(source, target) == target
+
+
+def is_moved(node: Node) -> bool:
+    """Whether the numbers of `node` are those of its inputs, moved or cast."""
+    return packet(node) in PASSIVE or packet(node) is operator.getitem
 
 
 def strip(node: Node) -> Node:

@@ -322,7 +322,7 @@ def test_model_made_in_inference_mode_is_right_and_not_packed():
 
 def test_autocast_is_as_close_to_float64_as_eager():
     module = nn.Sequential(stack(), Branches(64))
-    x = residual(0, 2, 3, 4, 64)
+    x = residual(0, 2, 64, 4, 64)  # of few tokens the two errors differ by chance
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         want = module(x)
         got = compiled(module, projections="serial")(x)
