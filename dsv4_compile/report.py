@@ -1,4 +1,7 @@
-"""The report of a compilation: what was asked for, what was done, what was not, and why."""
+"""The report of a compilation: what was asked for, what was done, what was not, and why.
+
+Importing this brings no torch: the command line tool reads reports, too.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from dsv4_compile.kernels import linear as linear_kernels
-from dsv4_compile.kernels.streams import stream_counts
 from dsv4_compile.passes.sites import LinearInfo, MeasuredChoice, MhcSite, Missed, PassResult, ProjectionGroup
 
 __all__ = ["CompileReport", "CudaGraphs", "GraphReport", "Piece", "new_report", "report", "reports"]
@@ -68,7 +67,9 @@ class GraphReport:
 
     def measured(self) -> list[ProjectionGroup]:
         """`projections` with what has been chosen for each of them by now, which is known once the graph has run."""
-        choices = linear_kernels.choices()
+        from dsv4_compile.kernels import linear
+
+        choices = linear.choices()
         return [dataclasses.replace(group, measured=_choices_of(group, choices)) for group in self.projections]
 
     def add(self, result: PassResult) -> None:
@@ -98,6 +99,8 @@ class CompileReport:
     @property
     def streams(self) -> dict[str, int]:
         """Auxiliary streams that exist in this process now, by device: those of every model, as they share them."""
+        from dsv4_compile.kernels.streams import stream_counts
+
         return stream_counts()
 
     def to_dict(self) -> dict[str, Any]:
@@ -188,6 +191,8 @@ _lock = threading.Lock()
 
 def new_report(device: str, requested: dict[str, Any], effective: dict[str, Any]) -> CompileReport:
     """Opens a report and makes it the last one."""
+    import torch
+
     from dsv4_compile import __version__
 
     made = CompileReport(__version__, torch.__version__, device, requested, effective)

@@ -27,7 +27,7 @@ from dsv4_compile.passes.mhc_head import HeadMatch
 from dsv4_compile.passes.mhc_post import PostMatch
 from dsv4_compile.passes.mhc_pre import OnStreams, PreMatch
 from dsv4_compile.passes.region import ANALYTIC, PASSIVE, Region, packet, shape, undisturbed, value
-from dsv4_compile.passes.sites import MhcSite, Missed, PassResult, module_path
+from dsv4_compile.passes.sites import MhcSite, Missed, PassResult, module_path, source_location
 
 __all__ = ["MhcPass"]
 
@@ -102,8 +102,8 @@ def _unled(pres: Sequence[PreMatch], posts: Sequence[PostMatch]) -> list[Missed]
     known = {n for pre in pres for n in (*pre.post.nodes(pre.region), *pre.comb.nodes(pre.region))}
     why = "hc_post was replaced alone: what computes its post and comb is not hc_pre with one fn of [(2+n)*n, n*D]"
     return [
-        Missed("mhc", module_path(post.out.nodes(post.region)[0]), why)
-        for post in posts
+        Missed("mhc", module_path(out), why, source_location(out))
+        for post, out in ((post, post.out.nodes(post.region)[0]) for post in posts)
         if post.comb not in known and _origin(post.comb).op == "call_function"
     ]
 
@@ -125,7 +125,7 @@ def _unposted(pres: Sequence[PreMatch], posts: Sequence[PostMatch]) -> list[Miss
         readers = {u for m in members for u in m.users} - members
         if members.isdisjoint(used) and any(r.op != "output" for r in readers):
             why = "no post * x + comb^T @ residual in the residual's layout behind it, so only this hc_pre was replaced"
-            missed.append(Missed("mhc", pre.site, why))
+            missed.append(Missed("mhc", pre.site, why, source_location(pre.post.nodes(pre.region)[0])))
     return missed
 
 

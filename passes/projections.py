@@ -38,7 +38,7 @@ from dsv4_compile.passes.region import (
     shape,
     value,
 )
-from dsv4_compile.passes.sites import LinearInfo, Missed, PassResult, ProjectionGroup, module_path
+from dsv4_compile.passes.sites import LinearInfo, Missed, PassResult, ProjectionGroup, module_path, source_location
 
 __all__ = ["ProjectionsPass"]
 
@@ -194,7 +194,7 @@ def find(graph: Graph) -> tuple[list[_Group], list[Missed]]:
             x, why = parsed
             refused[x].append((node, why))
     missed = [
-        Missed("projections", module_path(node), why)
+        Missed("projections", module_path(node), why, source_location(node))
         for x, nodes in refused.items()
         if len(nodes) + len(by_activation.get(x, ())) > 1
         for node, why in nodes

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
+if TYPE_CHECKING:
+    from torch.fx import Node  # the command line tool reads these records and does not wait for torch
 
 __all__ = [
     "LinearInfo",
@@ -18,6 +20,7 @@ __all__ = [
     "ProjectionGroup",
     "module_path",
     "source_line",
+    "source_location",
 ]
 
 
@@ -86,11 +89,15 @@ class MhcSite:
 
 @dataclass(frozen=True)
 class Missed:
-    """A place that looked like a site and was left alone, and the first thing that stopped it."""
+    """A place that looked like a site and was left alone, and the first thing that stopped it.
+
+    `source` is the user's line that made the place's first node, `file.py:123` with the whole path, empty when unknown.
+    """
 
     kind: Literal["mhc", "projections"]
     site: str
     reason: str
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -108,19 +115,29 @@ class PassResult:
     """Time spent on importing and compiling a kernel family, within the pass."""
 
 
-def module_path(node: torch.fx.Node) -> str:
+def module_path(node: Node) -> str:
     """Module path of `node` as the model's owner writes it (`model.layers.3.self_attn`), empty when unknown."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
-    path = list(stack.values())[-1][0]
+    return _module_path(list(stack.values())[-1][0])
+
+
+@functools.lru_cache(maxsize=4096)
+def _module_path(path: str) -> str:
     path = re.sub(r"^L\[['\"](\w+)['\"]\]", r"\1", path)
     path = re.sub(r"\._modules\[['\"]([^'\"]+)['\"]\]", r".\1", path)
     path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
     return path.removeprefix("self.") if path != "self" else ""
 
 
-def source_line(node: torch.fx.Node) -> str:
+def source_line(node: Node) -> str:
     """`file.py:123` of the user's code that made `node`, empty when unknown."""
-    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    return f"{frames[-1][0].rsplit('/', 1)[-1]}:{frames[-1][1]}" if frames else ""
+    return source_location(node).rpartition("/")[2]
+
+
+def source_location(node: Node) -> str:
+    """As `source_line`, with the whole path of the file."""
+    trace = node.meta.get("stack_trace") or ""
+    innermost = re.match(r'File "([^"]+)", line (\d+)', trace[max(0, trace.rfind('File "')) :])
+    return f"{innermost[1]}:{innermost[2]}" if innermost else ""

@@ -80,7 +80,7 @@ def test_passes_survive_copy_and_pickle(which, duplicate, tmp_path):
     passes = {
         "post_grad_pass": dsv4_compile.post_grad_pass,
         "backend": graph_passes(Options(projections="pack", mhc="reference")),
-        "dumping": graph_passes(Options(dump_dir=str(tmp_path)), "0/0"),
+        "dumping": graph_passes(Options(dump_dir=str(tmp_path))),
     }[which]
     again = duplicate(passes)
     assert again.uuid() == passes.uuid()
