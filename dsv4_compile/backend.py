@@ -134,9 +134,7 @@ def _compile(
     return _inductor(gm, inputs, patches, dump)
 
 
-def _inductor(
-    gm: GraphModule, inputs: Sequence[Any], patches: dict[str, Any], dump: GraphDump | None = None
-) -> Callable[..., Any]:
+def _inductor(gm: GraphModule, inputs: Sequence[Any], patches: dict[str, Any], dump: GraphDump | None = None) -> Any:
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     if dump is None:

@@ -191,7 +191,8 @@ class _Rewrite:
     def _head_site(self, match: HeadMatch, kernel: str) -> MhcSite:
         proof, fused = match.proof, id(match) in self._normed
         eps = {"rms": proof.rms_eps, "pre": proof.pre_eps} | ({"norm": proof.norm_eps} if fused else {})
-        return MhcSite(match.site, "head", fused, kernel, match.n, match.hidden, None, eps)
+        source = source_location(match.collapsed.nodes(match.region)[0])
+        return MhcSite(match.site, "head", fused, kernel, match.n, match.hidden, None, eps, source=source)
 
     def _streams(self, match: OnStreams) -> Node:
         """The residual as `[..., n, D]`."""
@@ -232,12 +233,14 @@ class _Rewrite:
             mixing = "/".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(dtypes))
         if pre is None:
             assert post is not None
-            where = module_path(post.out.nodes(post.region)[0])
-            return MhcSite(where, "post", False, family, post.n, post.hidden, mixing=mixing)
+            out = post.out.nodes(post.region)[0]
+            where, source = module_path(out), source_location(out)
+            return MhcSite(where, "post", False, family, post.n, post.hidden, mixing=mixing, source=source)
         c, fused = pre.constants, id(pre) in self._normed
         eps = {"rms": c.rms_eps, "pre": c.pre_eps, "sinkhorn": c.sinkhorn_eps} | ({"norm": c.norm_eps} if fused else {})
         form: Literal["pre", "post_pre"] = "pre" if post is None else "post_pre"
-        return MhcSite(pre.site, form, fused, family, pre.n, pre.hidden, c.iters, eps, mixing)
+        source = source_location(pre.collapsed.nodes(pre.region)[0])
+        return MhcSite(pre.site, form, fused, family, pre.n, pre.hidden, c.iters, eps, mixing, source)
 
     def _pre(self, pre: PreMatch) -> None:
         first = self._first(pre.region, pre.post, pre.comb, pre.collapsed)

@@ -458,4 +458,5 @@ def _report(group: _Group, strategy: str, reason: str, streams: list[int], packs
     columns = int((shape(group.linears[0].weight) or (0,))[-1])
     biased = tuple(linear.bias is not None for linear in group.linears)
     packs = packs if strategy == "measured" else 0
-    return ProjectionGroup(site, group.x.name, infos, strategy, reason, columns, biased, packs)
+    source = source_location(group.linears[0].node)
+    return ProjectionGroup(site, group.x.name, infos, strategy, reason, columns, biased, packs, source=source)

@@ -6,7 +6,7 @@ import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch.fx import Node  # the command line tool reads these records and does not wait for torch
@@ -56,7 +56,8 @@ class ProjectionGroup:
 
     Where `strategy` is "measured" the choice is made when the graph runs; `measured` is what it is so far, filled in
     when the report is read. `packs` is how many stretches of memory the weights of such a group are to be laid into.
-    `columns` is the width of the activation, `biased` which linears have a bias.
+    `columns` is the width of the activation, `biased` which linears have a bias. `source` is the user's line of the
+    first linear, `file.py:123` with the whole path.
     """
 
     site: str
@@ -68,13 +69,27 @@ class ProjectionGroup:
     biased: tuple[bool, ...] = ()
     packs: int = 0
     measured: tuple[MeasuredChoice, ...] = ()
+    source: str = ""
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> ProjectionGroup:
+        """The group that `dataclasses.asdict` made `record` of, also when it has been JSON in between."""
+        lists = {
+            "linears": tuple(LinearInfo(**linear) for linear in record["linears"]),
+            "biased": tuple(record["biased"]),
+            "measured": tuple(
+                MeasuredChoice(**{**choice, "runs": tuple(map(tuple, choice["runs"]))}) for choice in record["measured"]
+            ),
+        }
+        return cls(**{**record, **lists})
 
 
 @dataclass(frozen=True)
 class MhcSite:
     """One piece of mHC arithmetic. `kernel` is the family that runs it; "inductor" where it was left as it is.
     `mixing` is the dtype that `post` and `comb` are rounded to before they are multiplied: "float32" (or "float64" of a
-    float64 residual) where they are not, "bfloat16/float32" where only `post` is; None without `hc_post`."""
+    float64 residual) where they are not, "bfloat16/float32" where only `post` is; None without `hc_post`.
+    `source` is the user's line of its first result, `file.py:123` with the whole path."""
 
     site: str
     form: Literal["pre", "post", "post_pre", "head"]
@@ -85,6 +100,7 @@ class MhcSite:
     iters: int | None = None
     eps: Mapping[str, float] = field(default_factory=dict)
     mixing: str | None = None
+    source: str = ""
 
 
 @dataclass(frozen=True)

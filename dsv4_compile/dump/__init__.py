@@ -11,5 +11,5 @@
             bytecode.py                  Dynamo's bytecode, decompiled by depyf where that is installed
 
 `writer` fills it while a graph is compiled. `reader` takes it apart again: it needs no torch, and neither executes nor
-unpickles anything. `schema` is what the two agree on, `nodes` makes records of FX nodes, and `listing` makes text of them.
+unpickles anything. `schema` is what the two agree on, `nodes` makes records of FX nodes, `listing` makes text of them.
 """

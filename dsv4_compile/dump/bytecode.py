@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["expect"]
 
-_ABSENT = "Dynamo's bytecode is not here: it takes depyf (pip install 'dsv4_compile[depyf]')"
+_ABSENT = "Dynamo's bytecode is missing: it takes depyf (pip install 'dsv4_compile[depyf]')"
 
 _pending: dict[str, GraphDump] = {}
 _lock = threading.Lock()
@@ -26,7 +26,7 @@ def expect(dump: GraphDump) -> None:
         import depyf  # noqa: F401
     except Exception as error:
         is_absent = isinstance(error, ModuleNotFoundError) and error.name == "depyf"
-        dump.note(_ABSENT if is_absent else f"Dynamo's bytecode is not here: depyf cannot be imported ({_brief(error)})")
+        dump.note(_ABSENT if is_absent else f"Dynamo's bytecode is missing: depyf cannot be imported ({_brief(error)})")
         return
     name = _compile_id()
     if name is None:
@@ -41,17 +41,17 @@ def expect(dump: GraphDump) -> None:
             _is_hooked = True
 
 
-def _keep(old: types.CodeType, new: types.CodeType) -> None:
-    """The hook: `new` replaces `old`."""
+def _keep(code: types.CodeType, new_code: types.CodeType) -> None:
+    """The hook: `new_code` replaces `code`."""
     dump = _pending.pop(_compile_id() or "", None)
     if dump is None:
         return
     import depyf
 
     try:
-        text = depyf.decompile(new)
+        text = depyf.decompile(new_code)
     except Exception as error:
-        dump.note(f"depyf {depyf.__version__} could not decompile Dynamo's bytecode of {old.co_name}: {_brief(error)}")
+        dump.note(f"depyf {depyf.__version__} could not decompile Dynamo's bytecode of {code.co_name}: {_brief(error)}")
         return
     dump.bytecode(text)
 

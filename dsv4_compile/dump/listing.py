@@ -1,11 +1,11 @@
 """A graph as readable Python: grouped by module path, shapes in the margin, the operators of this package marked.
 
-    def forward(
-        x,                                              # float32[2, 5, 64]
-    ):
-        # ---- layers.0.attn  /path/model.py:41
-        wq = aten.mm.default(x, permute)                # float32[10, 32]
-        pack = dsv4.packed_linear.default(x, [w0, w1])  # float32[10, 96]  <- dsv4
+def forward(
+    x,                                              # float32[2, 5, 64]
+):
+    # ---- layers.0.attn  /path/model.py:41
+    wq = aten.mm.default(x, permute)                # float32[10, 32]
+    pack = dsv4.packed_linear.default(x, [w0, w1])  # float32[10, 96]  <- dsv4
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _MARGIN = 88
 
 def listing(nodes: Sequence[NodeRecord], title: str) -> str:
     """The text of a graph; `title` becomes a comment at its top."""
-    lines = [f"# {title}", f"# aten.*, dsv4.* and the like stand for torch.ops.*; {MARK} marks operators of dsv4_compile"]
-    lines += ["", "", "def forward("]
+    legend = f"# aten.*, dsv4.* and so on stand for torch.ops.*; {MARK} marks operators of dsv4_compile"
+    lines = [f"# {title}", legend, "", "", "def forward("]
     lines += [_aligned(f"    {node.name},", node) for node in nodes if node.op == "placeholder"]
     lines.append("):")
     lines += _body(nodes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,6 @@ class Run:
     path: Path
     index: Index
 
-    @property
-    def graphs(self) -> list[DumpedGraph]:
-        """Its graphs, in the order in which they were compiled."""
-        return [DumpedGraph(self, entry) for entry in self.index.graphs]
-
     def text(self, name: str) -> str:
         """A file of the dump, by the name that the index has for it.
 
@@ -46,32 +41,17 @@ class Run:
         """
         path = self.path / name
         if not path.resolve().is_relative_to(self.path.resolve()):
-            raise DumpError(f"The index of {self.path} names {name!r}, which lies outside its folder, so it is not read.")
+            raise DumpError(f"The index of {self.path} names {name!r}, which is outside its folder: not read.")
         return _text(path, f"The index of {self.path} names {name}, and it")
-
-    def reports(self) -> dict[str, dict[str, Any]]:
-        """The report of each `torch.compile(...)`, by the name of its file."""
-        names = dict.fromkeys(graph.report for graph in self.index.graphs)
-        return {name: _mapping(self.text(name), self.path / name) for name in names}
 
 
 @dataclass(frozen=True)
 class DumpedGraph:
-    """One graph of a dump."""
+    """One graph of a dump. `label` is its id, with the run in front where the dump has several."""
 
     run: Run
     entry: GraphEntry
-    label: str = field(init=False)
-    """Its id, with the run in front where the dump has several."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "label", self.entry.id)
-
-    def labelled(self, label: str) -> DumpedGraph:
-        """The same graph under another label."""
-        graph = DumpedGraph(self.run, self.entry)
-        object.__setattr__(graph, "label", label)
-        return graph
+    label: str
 
     @property
     def passes(self) -> list[str]:
@@ -80,11 +60,9 @@ class DumpedGraph:
 
     @property
     def report(self) -> dict[str, Any]:
-        """What the report of its compilation says about this graph; nothing of what it does not have is an error."""
-        for graph in self.compile_report.get("graphs", []):
-            if graph.get("id") == self.entry.id:
-                return dict(graph)
-        return {}
+        """What the report of its compilation says about this graph."""
+        graphs = (graph for graph in self.compile_report["graphs"] if graph["id"] == self.entry.id)
+        return dict(next(graphs, {}))
 
     @property
     def compile_report(self) -> dict[str, Any]:
@@ -111,7 +89,9 @@ class DumpedGraph:
         """
         stage = self.stage(name)
         if not stage.data:
-            raise DumpError(f"The nodes of stage {name!r} of graph {self.label} were left out of this dump: {self.why_out()}.")
+            raise DumpError(
+                f"The nodes of {name!r} of graph {self.label} were left out of this dump: {self.why_out()}."
+            )
         path = self.run.path / stage.data
         record = _mapping(self.run.text(stage.data), path)
         try:
@@ -127,7 +107,7 @@ class DumpedGraph:
         """
         stage = self.stage(name)
         if not stage.text:
-            raise DumpError(f"The text of stage {name!r} of graph {self.label} was left out of this dump: {self.why_out()}.")
+            raise DumpError(f"The text of {name!r} of graph {self.label} was left out of this dump: {self.why_out()}.")
         return self.run.text(stage.text)
 
     def why_out(self) -> str:
@@ -151,14 +131,14 @@ class Dump:
         made: list[DumpedGraph] = []
         seen: set[str] = set()
         for run in self.runs:
-            for graph in run.graphs:
-                name = f"{run.path.name}:{graph.entry.id}" if several else graph.entry.id
+            for entry in run.index.graphs:
+                name = f"{run.path.name}:{entry.id}" if several else entry.id
                 label, count = name, 1
                 while label in seen:
                     count += 1
                     label = f"{name}#{count}"
                 seen.add(label)
-                made.append(graph.labelled(label))
+                made.append(DumpedGraph(run, entry, label))
         return made
 
     def graph(self, name: str | None) -> DumpedGraph:
@@ -169,7 +149,7 @@ class Dump:
         """
         graphs = self.graphs
         if not graphs:
-            raise NoSuchError(f"{self.path} has no graphs: nothing was compiled with the dsv4 backend while it was written.")
+            raise NoSuchError(f"{self.path} has no graphs: nothing was compiled with the dsv4 backend there.")
         if name is None:
             return max(graphs, key=lambda graph: max((stage.nodes for stage in graph.entry.stages), default=0))
         found = [graph for graph in graphs if graph.label == name] or [g for g in graphs if g.entry.id == name]
@@ -222,8 +202,8 @@ def _index(folder: Path) -> Index:
     if schema != SCHEMA:
         by = record.get("version")
         raise DumpError(
-            f"{folder} has format {schema!r}{f', written by dsv4_compile {by}' if by else ''}, and this dsv4_compile reads "
-            f"format {SCHEMA}: read it with the version that wrote it, or write it again."
+            f"{folder} has format {schema!r}{f', written by dsv4_compile {by}' if by else ''}, and this version "
+            f"reads format {SCHEMA}: read it with the version that wrote it, or write it again."
         )
     try:
         return Index.from_dict(record)
@@ -234,8 +214,8 @@ def _index(folder: Path) -> Index:
 def _mapping(text: str, path: Path) -> dict[str, Any]:
     try:
         record = json.loads(text)
-    except ValueError as error:
-        raise DumpError(f"{path} is not complete ({error}): the dump was copied or written halfway; write it again.") from error
+    except (ValueError, RecursionError) as error:
+        raise DumpError(f"{path} is not complete ({error}): it was copied or written halfway.") from error
     if not isinstance(record, Mapping):
         raise DumpError(f"{path} holds a {type(record).__name__} and not an object; it belongs to no dump.")
     return dict(record)

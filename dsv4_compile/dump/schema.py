@@ -30,7 +30,7 @@ def printable(text: str) -> str:
     return text.translate(_CONTROLS)
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen: there are tens of thousands in a graph, and a frozen one takes three times as long to make
 class NodeRecord:
     """One node of a graph.
 

@@ -20,7 +20,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule
@@ -35,7 +34,7 @@ from dsv4_compile.files import write_atomically
 from dsv4_compile.options import OptionError
 from dsv4_compile.report import CompileReport, GraphReport
 
-__all__ = ["LIMIT_VARIABLE", "GraphDump", "observe", "recording"]
+__all__ = ["LIMIT_VARIABLE", "GraphDump", "end", "observe", "recording"]
 
 logger = logging.getLogger("dsv4_compile")
 
@@ -264,6 +263,19 @@ def observe(stage: str, graph: Graph) -> None:
         dump.stage(stage, graph)
 
 
+def end(error: str) -> list[str]:
+    """Writes the end of this process into its dumps; `error` is what ended it, empty where nothing did.
+
+    Returns:
+        The folders of the dumps.
+    """
+    runs = [run for (_, process), run in _runs.items() if process == os.getpid() and run.problem is None]
+    for run in runs:
+        run.index.error = error
+        run.close()
+    return [str(run.path) for run in runs]
+
+
 def _run_in(folder: str) -> _Run:
     key = (os.path.abspath(folder), os.getpid())
     with _lock:
@@ -279,7 +291,5 @@ def _limit(environ: Mapping[str, str] | None = None) -> int | None:
         return None
     parsed = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)B?", text, re.IGNORECASE)
     if parsed is None:
-        raise OptionError(
-            f"The environment variable {LIMIT_VARIABLE} must be a number of bytes such as 200M or 2G, and it is {text!r}."
-        )
+        raise OptionError(f"{LIMIT_VARIABLE} must be a number of bytes such as 200M or 2G, and it is {text!r}.")
     return int(float(parsed[1]) * _UNITS[parsed[2].upper()])
