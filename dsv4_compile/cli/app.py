@@ -71,9 +71,11 @@ def _pass_names(context: typer.Context, incomplete: str) -> list[str]:
 
 def _completed(context: typer.Context) -> list[DumpedGraph]:
     """The graphs of the dump on the command line, for completion: none when there is nothing to read."""
+    # Behind an option that still lacks its value, arguments have not been given their names yet.
+    folder = context.params.get("folder") or next(iter(context.args), None)
     try:
-        return read(context.params["folder"]).graphs
-    except (DumpError, KeyError, TypeError):
+        return read(folder).graphs if folder is not None else []
+    except DumpError:
         return []
 
 
@@ -207,7 +209,7 @@ def _compare(
     second: Annotated[Path, typer.Argument(metavar="DIR_B")],
     as_json: Json = False,
 ) -> None:
-    """What differs between two dumps. Status 1 when the second has lost a site, or fails where the first did not."""
+    """What differs between two dumps. Status 1 when the second leaves alone what the first did not, or fails."""
     with _sentences():
         data = comparing.compared(_read(first), _read(second))
         output.json_out(data) if as_json else comparing.print_comparison(data, (str(first), str(second)))

@@ -14,15 +14,21 @@ __all__ = ["compared", "is_worse", "print_comparison"]
 
 
 def compared(first: Dump, second: Dump) -> dict[str, Any]:
-    """What differs. Each entry of `settings` and `ops` is a pair, None or 0 where a side has none; `sites` has those
-    with another outcome; graphs are paired by their place in the dump."""
+    """What differs.
+
+    Each entry of `settings` and `ops` is a pair, None where a side has none; `sites` has those with another outcome,
+    `gone` the kinds of sites that only the first has; graphs are paired by their place in the dump.
+    """
     a, b = first.graphs, second.graphs
     settings = _differing(_settings(first), _settings(second))
-    sites = _differing(_outcomes(a), _outcomes(b))
+    outcomes = _outcomes(a), _outcomes(b)
+    kinds = [{kind for _, kind in found} for found in outcomes]
+    sites = _differing(*outcomes)
     pairs = zip([*a, *[None] * (len(b) - len(a))], [*b, *[None] * (len(a) - len(b))], strict=True)
     return {
         "settings": {name: list(pair) for name, pair in settings.items()},
         "sites": [{"site": s, "kind": k, "before": x, "after": y} for (s, k), (x, y) in sites.items()],
+        "gone": sorted(kinds[0] - kinds[1]),
         "graphs": [_graphs(x, y) for x, y in pairs],
         "ops": {op: list(pair) for op, pair in _differing(_ops(a), _ops(b)).items()},
     }
@@ -83,18 +89,16 @@ _COLUMNS = {
 
 
 def is_worse(data: dict[str, Any]) -> bool:
-    """Whether the second dump has lost a site, or a graph that compiled in the first fails in it."""
-    lost = any(
-        site["before"] is not None
-        and LEFT_ALONE not in site["before"]
-        and (LEFT_ALONE in (site["after"] or LEFT_ALONE))
-        for site in data["sites"]
-    )
-    return lost or any(graph["state"] == ["compiled", "failed"] for graph in data["graphs"])
+    """Whether the second dump leaves a site alone that the first did not, has nothing of a kind of sites that the first
+    has, or fails where the first compiled."""
+    alone = any(LEFT_ALONE in (s["after"] or "") and LEFT_ALONE not in (s["before"] or "") for s in data["sites"])
+    return alone or bool(data["gone"]) or any(graph["state"] == ["compiled", "failed"] for graph in data["graphs"])
 
 
 def print_comparison(data: dict[str, Any], names: tuple[str, str]) -> None:
     """Prints what differs; graphs always."""
+    for kind in data["gone"]:
+        output.line(f"{names[1]} has nothing of {kind}.", "red")
     output.table("Settings that differ", ("", *names), ((name, *pair) for name, pair in data["settings"].items()))
     output.table("Sites that differ", ("site", "what", *names), _site_rows(data))
     rows = [tuple(value for pair in graph.values() for value in pair) for graph in data["graphs"]]

@@ -20,7 +20,7 @@ LEFT_ALONE = "left alone"
 
 @dataclass(frozen=True)
 class Finding:
-    """What happened at one place, the same in `graphs`; `source` is the user's line, `members` a group's linears."""
+    """What happened at one place, `count` times in `graphs`; `source` is the user's line, `members` a group's linears."""
 
     site: str
     kind: str
@@ -29,6 +29,7 @@ class Finding:
     source: str
     graphs: tuple[str, ...]
     members: tuple[str, ...] = ()
+    count: int = 1
 
     def concerns(self, path: str) -> bool:
         """Whether it is at the module `path`, inside it, or has a linear there."""
@@ -42,7 +43,7 @@ def findings(graphs: list[DumpedGraph], site: str = "") -> list[Finding]:
         for found in findings_of(graph):
             if found.concerns(site):
                 merged.setdefault(replace(found, graphs=()), []).append(graph.label)
-    made = [replace(found, graphs=tuple(dict.fromkeys(labels))) for found, labels in merged.items()]
+    made = [replace(f, graphs=tuple(dict.fromkeys(labels)), count=len(labels)) for f, labels in merged.items()]
     return sorted(made, key=lambda found: found.outcome != LEFT_ALONE)
 
 
@@ -101,7 +102,7 @@ def print_findings(found: list[Finding], graphs: list[DumpedGraph], is_detailed:
         if graph.entry.error:
             output.line(f"graph {graph.label} failed: {graph.entry.error.splitlines()[0]}", "red")
     if not is_detailed:
-        rows = [(f.site or "(root)", f.kind, f.outcome, f.detail, file_name(f.source)) for f in found]
+        rows = [(f.site or "(root)", f.kind, f"{f.outcome}{_times(f)}", f.detail, file_name(f.source)) for f in found]
         output.table("What happened where", ("site", "what", "outcome", "how, or what stopped it", "source"), rows)
         return
     for one in found:
@@ -112,6 +113,10 @@ def print_findings(found: list[Finding], graphs: list[DumpedGraph], is_detailed:
         if one.source:
             output.line(f"  source: {one.source}")
         output.line(f"  in graph{'s' if len(one.graphs) > 1 else ''} {', '.join(one.graphs)}")
+
+
+def _times(found: Finding) -> str:
+    return f", {found.count} times" if found.count > 1 else ""
 
 
 def file_name(source: str) -> str:
