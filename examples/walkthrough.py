@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class ForkedBlock(Block):
-    """Somebody's variant: the streams are scaled by their mean magnitude, no longer by the root of their mean square."""
+    """Somebody's variant: the streams are scaled by their mean magnitude and not by its root mean square."""
 
     def mixes(self, x: Tensor, fn: Tensor) -> Tensor:
         flat = x.flatten(2).float()

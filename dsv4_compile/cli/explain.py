@@ -20,7 +20,7 @@ LEFT_ALONE = "left alone"
 
 @dataclass(frozen=True)
 class Finding:
-    """What happened at one place, `count` times in `graphs`; `source` is the user's line, `members` a group's linears."""
+    """What happened at one place, `count` times in `graphs`; `source` is the user's line, `members` are linears."""
 
     site: str
     kind: str
@@ -106,10 +106,9 @@ def print_findings(found: list[Finding], graphs: list[DumpedGraph], is_detailed:
         output.table("What happened where", ("site", "what", "outcome", "how, or what stopped it", "source"), rows)
         return
     for one in found:
-        output.line(
-            f"{one.site or '(root)'}: {one.kind} {one.outcome}", "red" if one.outcome == LEFT_ALONE else "green"
-        )
-        output.line(f"  {'because' if one.outcome == LEFT_ALONE else 'how'}: {one.detail}")
+        is_alone = one.outcome == LEFT_ALONE
+        output.line(f"{one.site or '(root)'}: {one.kind} {one.outcome}{_times(one)}", "red" if is_alone else "green")
+        output.line(f"  {'because' if is_alone else 'how'}: {one.detail}")
         if one.source:
             output.line(f"  source: {one.source}")
         output.line(f"  in graph{'s' if len(one.graphs) > 1 else ''} {', '.join(one.graphs)}")
