@@ -69,7 +69,7 @@ class ProjectionGroup:
     biased: tuple[bool, ...] = ()
     packs: int = 0
     measured: tuple[MeasuredChoice, ...] = ()
-    source: str = ""
+    source: str = field(default="", compare=False)
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> ProjectionGroup:
@@ -100,7 +100,7 @@ class MhcSite:
     iters: int | None = None
     eps: Mapping[str, float] = field(default_factory=dict)
     mixing: str | None = None
-    source: str = ""
+    source: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Missed:
     kind: Literal["mhc", "projections"]
     site: str
     reason: str
-    source: str = ""
+    source: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
