@@ -4,7 +4,9 @@ compiled = torch.compile(model, backend="dsv4")       # no import of this packag
 print(dsv4_compile.report())                          # what was matched, what was not, and why
 """
 
+import sys as _sys
 from pathlib import Path as _Path
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 __version__ = "0.1.0"
 
@@ -15,7 +17,10 @@ if not (_here / "passes").exists() and (_here.parent / "passes" / "mhc.py").exis
 
 from dsv4_compile.options import OptionError, Options
 from dsv4_compile.report import CompileReport, GraphReport, report, reports
-from dsv4_compile.standalone import post_grad_pass
+
+if _TYPE_CHECKING or "torch" in _sys.modules:
+    # vLLM looks a pass up in the module's dictionary, so it has to be there from the beginning.
+    from dsv4_compile.standalone import post_grad_pass
 
 __all__ = [
     "CompileReport",
@@ -27,3 +32,13 @@ __all__ = [
     "report",
     "reports",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """`post_grad_pass`, when it is first asked for. Commands that read a dump need no torch and do not wait for it."""
+    if name == "post_grad_pass":
+        from dsv4_compile.standalone import post_grad_pass
+
+        globals()[name] = post_grad_pass
+        return post_grad_pass
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -61,8 +61,10 @@ def _obstacle(settings: dict[str, Any]) -> str | None:
 
 @dataclass
 class Assembler:
-    """Compiles one graph in pieces. `pieces` and `seconds` are for the report, `whole` says why it was not cut."""
+    """Compiles one graph in pieces. `pieces` is for the report, `whole` says why it was not cut. `observe` is given the
+    code that Inductor writes."""
 
+    observe: Callable[[str], None] | None = None
     pieces: list[Piece] = field(default_factory=list)
     compiled: int = 0
     """Pieces that Inductor had to compile."""
@@ -122,6 +124,8 @@ class Assembler:
                     return known, True
         run = _compile(part, static, settings)
         self.compiled += 1
+        if self.observe is not None and (text := getattr(run, "source_code", "")):
+            self.observe(text)
         code = _Code(run, _facts(env, names))
         with _lock:
             for variant in range(VARIANTS):

@@ -18,8 +18,9 @@ import torch
 from torch.fx import GraphModule
 
 import dsv4_compile
-from dsv4_compile import dump, memory, verification
+from dsv4_compile import memory, verification
 from dsv4_compile.assembly import Assembler
+from dsv4_compile.dump.writer import GraphDump, observe, recording
 from dsv4_compile.hook import HOOK, chained
 from dsv4_compile.options import DEFAULTS, Options, disabled
 from dsv4_compile.passes.mhc import MhcPass
@@ -80,42 +81,50 @@ def dsv4(
     report.graphs.append(graph)
     key = memory.key_of(gm, example_inputs, chosen, patches)
     original = verification.copy_of(gm) if chosen.verify else None
-    start = time.perf_counter()
     size = len(gm.graph.nodes)
-    with collecting() as collected:
-        compiled = _compile(gm, example_inputs, chosen, patches, graph)
-    _fill(graph, collected, time.perf_counter() - start, chosen, key)
-    graph.nodes = graph.nodes or size  # the passes, which count those of the functional graph, did not run
-    _settle(report, graph, collected, chosen)
-    memory.pack(collected, example_inputs, graph)
-    if chosen.dump_dir is not None:
-        dump.write_report(chosen.dump_dir, report)
-        if (problem := dump.problem(chosen.dump_dir)) is not None:
-            graph.notes.append(problem)
-    logger.info("%s", report)
-    if chosen.strict:
-        _enforce(chosen, report, graph, collected)
+    with recording(chosen.dump_dir, report, graph, gm) as dump:
+        start = time.perf_counter()
+        with collecting() as collected:
+            try:
+                compiled = _compile(gm, example_inputs, chosen, patches, graph, dump)
+            except Exception:
+                _take_up(graph, collected)  # what the passes did before may say why
+                raise
+        _fill(graph, collected, time.perf_counter() - start, chosen, key, dump)
+        graph.nodes = graph.nodes or size  # the passes, which count those of the functional graph, did not run
+        _settle(report, graph, collected, chosen)
+        memory.pack(collected, example_inputs, graph)
+        if dump is not None and dump.problem is not None:
+            graph.notes.append(dump.problem)
+        logger.info("%s", report)
+        if chosen.strict:
+            _enforce(chosen, report, graph, collected)
     if original is not None:
         compiled = verification.verified(compiled, original, chosen.verify, graph)
     return compiled
 
 
-def graph_passes(options: Options, graph_id: str | None = None) -> GraphPasses:
+def graph_passes(options: Options) -> GraphPasses:
     """The passes that `options` ask for, as one custom pass."""
     passes: list[GraphPass] = []
     if options.mhc != "off":
         passes.append(MhcPass(options.mhc, options.deterministic))
     if options.projections != "off":
         passes.append(ProjectionsPass(options.projections, options.num_streams, options.stream_max_tokens))
-    observe = None if options.dump_dir is None else dump.Writer(options.dump_dir, graph_id or "graph")
     settings = f"{dsv4_compile.__version__}/{options.fingerprint()}"
-    return GraphPasses(tuple(passes), settings, strict=options.strict, observe=observe)
+    observer = None if options.dump_dir is None else observe
+    return GraphPasses(tuple(passes), settings, strict=options.strict, observe=observer)
 
 
 def _compile(
-    gm: GraphModule, inputs: Sequence[Any], options: Options, patches: dict[str, Any], graph: GraphReport
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    options: Options,
+    patches: dict[str, Any],
+    graph: GraphReport,
+    dump: GraphDump | None,
 ) -> Callable[..., Any]:
-    passes: GraphPasses | None = graph_passes(options, graph.id)
+    passes: GraphPasses | None = graph_passes(options)
     if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
         graph.notes.append(f"compiled without replacements: {_GRADIENTS}")
         logger.warning("Graph %s is compiled without replacements: %s.", graph.id, _GRADIENTS)
@@ -125,22 +134,34 @@ def _compile(
     if passes is not None:
         patches = {**patches, HOOK: chained(passes, patches)}
         if os.environ.get("DSV4_PIECES") == "1":
-            return _in_pieces(gm, inputs, patches, graph)
-    return _inductor(gm, inputs, patches)
+            return _in_pieces(gm, inputs, patches, graph, dump)
+    return _inductor(gm, inputs, patches, dump)
 
 
-def _inductor(gm: GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> Any:
-    from torch._inductor.compile_fx import compile_fx
+def _inductor(gm: GraphModule, inputs: Sequence[Any], patches: dict[str, Any], dump: GraphDump | None = None) -> Any:
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    return compile_fx(gm, inputs, config_patches=patches or None)
+    if dump is None:
+        return compile_fx(gm, inputs, config_patches=patches or None)
+
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        compiled = compile_fx_inner(*args, **kwargs)
+        if code := getattr(compiled, "source_code", ""):
+            dump.code(code)
+        return compiled
+
+    # A graph that comes from a cache passes through none of our passes, and there would be nothing to see.
+    return compile_fx(gm, inputs, inner_compile=inner, config_patches={**patches, "fx_graph_cache": False})
 
 
-def _in_pieces(gm: GraphModule, inputs: Sequence[Any], patches: dict[str, Any], graph: GraphReport) -> Any:
+def _in_pieces(
+    gm: GraphModule, inputs: Sequence[Any], patches: dict[str, Any], graph: GraphReport, dump: GraphDump | None
+) -> Any:
     """Each distinct piece of the graph compiled once, without the cache of AOTAutograd, which keeps whole graphs."""
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx
 
-    assembler = Assembler()
+    assembler = Assembler(observe=None if dump is None else dump.code)
     with config.patch(enable_autograd_cache=False):
         compiled = compile_fx(gm, inputs, inner_compile=assembler.compile, config_patches=patches or None)
     graph.pieces = assembler.pieces
@@ -180,7 +201,9 @@ def _inductor_patches(mode: str | None, options: Options) -> dict[str, Any]:
     return {**(list_mode_options(mode) if mode else {}), **options.inductor}
 
 
-def _fill(graph: GraphReport, collected: Collected, seconds: float, options: Options, key: str) -> None:
+def _fill(
+    graph: GraphReport, collected: Collected, seconds: float, options: Options, key: str, dump: GraphDump | None
+) -> None:
     """Moves what the passes found into the report; a warm cache skips them, then what they found last time counts."""
     if collected.ran:
         memory.remember(key, collected)
@@ -192,12 +215,18 @@ def _fill(graph: GraphReport, collected: Collected, seconds: float, options: Opt
             collected.results[:] = remembered.results
             collected.nodes, collected.dynamic = remembered.nodes, remembered.dynamic
             graph.notes.append("loaded from Inductor's cache; the passes ran when it was first compiled")
-    graph.nodes, graph.dynamic = collected.nodes, collected.dynamic
-    graph.seconds = {**collected.seconds, options.compiler: max(0.0, seconds - sum(collected.seconds.values()))}
-    for result in collected.results:
-        graph.add(result)
+    if dump is not None:
+        collected.seconds["dump"] = dump.seconds
+    _take_up(graph, collected)
+    graph.seconds[options.compiler] = max(0.0, seconds - sum(collected.seconds.values()))
     kind = "compiled" if options.compiler == "inductor" else "eager"
     graph.pieces = graph.pieces or [Piece("piece_0", key[:16], 0, kind, "the graph is one piece", graph.nodes)]
+
+
+def _take_up(graph: GraphReport, collected: Collected) -> None:
+    graph.nodes, graph.dynamic, graph.seconds = collected.nodes, collected.dynamic, dict(collected.seconds)
+    for result in collected.results:
+        graph.add(result)
 
 
 def _settle(report: CompileReport, graph: GraphReport, collected: Collected, options: Options) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import uuid
 from pathlib import Path
 
 __all__ = ["write_atomically"]
@@ -16,7 +16,11 @@ def write_atomically(path: Path, text: str) -> None:
         OSError: the folder or the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent)
-    with os.fdopen(handle, "w") as file:
-        file.write(text)
-    os.replace(name, path)
+    name = path.with_name(f".{uuid.uuid4().hex}.part")
+    try:
+        # A lone surrogate in a name must not be what fails.
+        name.write_text(text, encoding="utf-8", errors="backslashreplace")
+        os.replace(name, path)
+    except BaseException:
+        name.unlink(missing_ok=True)
+        raise

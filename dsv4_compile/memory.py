@@ -21,7 +21,7 @@ from dsv4_compile.files import write_atomically
 from dsv4_compile.kernels.linear import packing
 from dsv4_compile.options import Options
 from dsv4_compile.passes.pipeline import Collected, source_hash
-from dsv4_compile.passes.sites import LinearInfo, MhcSite, Missed, PassResult, ProjectionGroup
+from dsv4_compile.passes.sites import MhcSite, Missed, PassResult, ProjectionGroup
 from dsv4_compile.report import GraphReport
 
 __all__ = ["key_of", "pack", "recall", "remember"]
@@ -77,20 +77,9 @@ def recall(key: str) -> Collected | None:
 
 
 def _result(record: Mapping[str, Any]) -> PassResult:
-    groups = tuple(
-        ProjectionGroup(
-            **{
-                **g,
-                "linears": tuple(LinearInfo(**linear) for linear in g["linears"]),
-                "biased": tuple(g["biased"]),
-                "measured": (),
-            }
-        )
-        for g in record["projections"]
-    )
     return PassResult(
         mhc=tuple(MhcSite(**s) for s in record["mhc"]),
-        projections=groups,
+        projections=tuple(ProjectionGroup.from_dict({**g, "measured": ()}) for g in record["projections"]),
         missed=tuple(Missed(**m) for m in record["missed"]),
         effective=tuple((e[0], e[1], e[2]) for e in record["effective"]),
         packs=tuple(tuple(int(i) for i in p) for p in record["packs"]),

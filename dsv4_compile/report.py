@@ -1,4 +1,7 @@
-"""The report of a compilation: what was asked for, what was done, what was not, and why."""
+"""The report of a compilation: what was asked for, what was done, what was not, and why.
+
+Importing this brings no torch: the command line tool reads reports, too.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from dsv4_compile.kernels import linear as linear_kernels
-from dsv4_compile.kernels.streams import stream_counts
 from dsv4_compile.passes.sites import LinearInfo, MeasuredChoice, MhcSite, Missed, PassResult, ProjectionGroup
 
-__all__ = ["CompileReport", "CudaGraphs", "GraphReport", "Piece", "new_report", "report", "reports"]
+__all__ = [
+    "CompileReport",
+    "CudaGraphs",
+    "GraphReport",
+    "Piece",
+    "choice_text",
+    "form_text",
+    "group_text",
+    "mhc_text",
+    "new_report",
+    "report",
+    "reports",
+]
 
 _KEEP = 64
 """Reports kept; the oldest go first."""
@@ -68,7 +79,9 @@ class GraphReport:
 
     def measured(self) -> list[ProjectionGroup]:
         """`projections` with what has been chosen for each of them by now, which is known once the graph has run."""
-        choices = linear_kernels.choices()
+        from dsv4_compile.kernels import linear
+
+        choices = linear.choices()
         return [dataclasses.replace(group, measured=_choices_of(group, choices)) for group in self.projections]
 
     def add(self, result: PassResult) -> None:
@@ -98,6 +111,8 @@ class CompileReport:
     @property
     def streams(self) -> dict[str, int]:
         """Auxiliary streams that exist in this process now, by device: those of every model, as they share them."""
+        from dsv4_compile.kernels.streams import stream_counts
+
         return stream_counts()
 
     def to_dict(self) -> dict[str, Any]:
@@ -131,26 +146,32 @@ def _graph_lines(graph: GraphReport) -> list[str]:
     if not (graph.mhc or graph.projections or graph.missed or graph.notes):
         lines.append("  nothing matched")
     lines += [f"  note: {note}" for note in graph.notes]
-    lines += [_mhc_line(site) for site in graph.mhc]
+    lines += [f"  mhc {form_text(s)} at {s.site or '(unknown module)'}: {mhc_text(s)}" for s in graph.mhc]
     for group in graph.measured():
-        lines.append(_group_line(group))
-        lines += [f"    {_choice_text(choice, group)}" for choice in group.measured]
+        lines.append(f"  projections at {group.site or '(root)'}: {group_text(group)}")
+        lines += [f"    {choice_text(choice, group)}" for choice in group.measured]
     lines += [f"  missed {m.kind} at {m.site or '(unknown module)'}: {m.reason}" for m in graph.missed]
     return lines
 
 
-def _mhc_line(site: MhcSite) -> str:
-    form = site.form.replace("_", "+") + ("+norm" if site.norm_fused else "")
+def form_text(site: MhcSite) -> str:
+    """What a site is, in a word: `post+pre+norm`."""
+    return site.form.replace("_", "+") + ("+norm" if site.norm_fused else "")
+
+
+def mhc_text(site: MhcSite) -> str:
+    """What runs at a site, and the constants that were found there."""
     iters = "" if site.iters is None else f", {site.iters} Sinkhorn iterations"
     eps = ", ".join(f"{role} {value:g}" for role, value in site.eps.items())
     rounded = f", post and comb rounded to {site.mixing}" if site.mixing not in (None, "float32", "float64") else ""
     detail = f"{site.streams} streams x {site.hidden}{rounded}{iters}" + (f", eps: {eps}" if eps else "")
-    return f"  mhc {form} at {site.site or '(unknown module)'}: kernel {site.kernel} ({detail})"
+    return f"kernel {site.kernel} ({detail})"
 
 
-def _group_line(group: ProjectionGroup) -> str:
+def group_text(group: ProjectionGroup) -> str:
+    """How the linears of a group run, and why."""
     members = ", ".join(_linear(linear, group.strategy) for linear in group.linears)
-    return f"  projections at {group.site or '(root)'}: {group.strategy} [{members}] ({group.reason})"
+    return f"{group.strategy} [{members}] ({group.reason})"
 
 
 def _choices_of(group: ProjectionGroup, choices: list[dict[str, Any]]) -> tuple[MeasuredChoice, ...]:
@@ -169,7 +190,8 @@ def _choices_of(group: ProjectionGroup, choices: list[dict[str, Any]]) -> tuple[
     return tuple(sorted(own, key=lambda choice: choice.tokens or math.inf))
 
 
-def _choice_text(choice: MeasuredChoice, group: ProjectionGroup) -> str:
+def choice_text(choice: MeasuredChoice, group: ProjectionGroup) -> str:
+    """What was chosen for a range of token counts, and the times that decided it."""
     upto = "more tokens" if choice.tokens is None else f"up to {choice.tokens} tokens"
     packed = ["+".join(group.linears[i].name for i in run) for run in choice.runs if len(run) > 1]
     of = f" of {', '.join(packed)}" if packed and "pack" in choice.strategy else ""
@@ -188,6 +210,8 @@ _lock = threading.Lock()
 
 def new_report(device: str, requested: dict[str, Any], effective: dict[str, Any]) -> CompileReport:
     """Opens a report and makes it the last one."""
+    import torch
+
     from dsv4_compile import __version__
 
     made = CompileReport(__version__, torch.__version__, device, requested, effective)

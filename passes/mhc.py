@@ -27,7 +27,7 @@ from dsv4_compile.passes.mhc_head import HeadMatch
 from dsv4_compile.passes.mhc_post import PostMatch
 from dsv4_compile.passes.mhc_pre import OnStreams, PreMatch
 from dsv4_compile.passes.region import ANALYTIC, PASSIVE, Region, aten, is_floating, packet, shape, undisturbed, value
-from dsv4_compile.passes.sites import MhcSite, Missed, PassResult, module_path
+from dsv4_compile.passes.sites import MhcSite, Missed, PassResult, module_path, source_location
 
 __all__ = ["MhcPass"]
 
@@ -102,8 +102,8 @@ def _unled(pres: Sequence[PreMatch], posts: Sequence[PostMatch]) -> list[Missed]
     known = {n for pre in pres for n in (*pre.post.everywhere(pre.region), *pre.comb.everywhere(pre.region))}
     why = "hc_post was replaced alone: what computes its post and comb is not hc_pre with one fn of [(2+n)*n, n*D]"
     return [
-        Missed("mhc", module_path(post.out.nodes(post.region)[0]), why)
-        for post in posts
+        Missed("mhc", module_path(out), why, source_location(out))
+        for post, out in ((post, post.out.nodes(post.region)[0]) for post in posts)
         if post.comb not in known and _origin(post.comb).op == "call_function"
     ]
 
@@ -125,7 +125,8 @@ def _unposted(pres: Sequence[PreMatch], posts: Sequence[PostMatch], refused: dic
         readers = {u for m in members for u in m.users} - members
         if members.isdisjoint(used) and any(r.op != "output" for r in readers):
             why = "no post * x + comb^T @ residual in the residual's layout behind it, so only this hc_pre was replaced"
-            missed.append(Missed("mhc", pre.site, next((refused[m] for m in members if m in refused), why)))
+            why = next((refused[m] for m in members if m in refused), why)
+            missed.append(Missed("mhc", pre.site, why, source_location(pre.post.everywhere(pre.region)[0])))
     return missed
 
 
@@ -191,7 +192,8 @@ class _Rewrite:
     def _head_site(self, match: HeadMatch, kernel: str) -> MhcSite:
         proof, fused = match.proof, id(match) in self._normed
         eps = {"rms": proof.rms_eps, "pre": proof.pre_eps} | ({"norm": proof.norm_eps} if fused else {})
-        return MhcSite(match.site, "head", fused, kernel, match.n, match.hidden, None, eps)
+        source = source_location(match.collapsed.nodes(match.region)[0])
+        return MhcSite(match.site, "head", fused, kernel, match.n, match.hidden, None, eps, source=source)
 
     def _streams(self, match: OnStreams) -> Node:
         """The residual as `[..., n, D]`."""
@@ -232,12 +234,14 @@ class _Rewrite:
             mixing = "/".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(dtypes))
         if pre is None:
             assert post is not None
-            where = module_path(post.out.nodes(post.region)[0])
-            return MhcSite(where, "post", False, family, post.n, post.hidden, mixing=mixing)
+            out = post.out.nodes(post.region)[0]
+            where, source = module_path(out), source_location(out)
+            return MhcSite(where, "post", False, family, post.n, post.hidden, mixing=mixing, source=source)
         c, fused = pre.constants, id(pre) in self._normed
         eps = {"rms": c.rms_eps, "pre": c.pre_eps, "sinkhorn": c.sinkhorn_eps} | ({"norm": c.norm_eps} if fused else {})
         form: Literal["pre", "post_pre"] = "pre" if post is None else "post_pre"
-        return MhcSite(pre.site, form, fused, family, pre.n, pre.hidden, c.iters, eps, mixing)
+        source = source_location(pre.collapsed.nodes(pre.region)[0])
+        return MhcSite(pre.site, form, fused, family, pre.n, pre.hidden, c.iters, eps, mixing, source)
 
     def _pre(self, pre: PreMatch) -> None:
         first = self._first(pre.region, pre.post, pre.comb, pre.collapsed)

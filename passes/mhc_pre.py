@@ -31,7 +31,7 @@ from dsv4_compile.passes.region import (
     shape,
     strip,
 )
-from dsv4_compile.passes.sites import Missed, module_path
+from dsv4_compile.passes.sites import Missed, module_path, source_location
 
 __all__ = ["STREAMS", "OnStreams", "PreMatch", "find", "is_inside", "is_mixing_shape", "products", "residuals"]
 
@@ -86,7 +86,7 @@ def find(graph: Graph, order: dict[Node, int]) -> tuple[list[PreMatch], list[Mis
                 matches.append(found)
             elif found is not None and fn not in seen:
                 seen.add(fn)
-                missed.append(Missed("mhc", module_path(product), found))
+                missed.append(Missed("mhc", module_path(product), found, source_location(product)))
     matches.sort(key=lambda m: order[m.region.nodes[min(m.post.plain)]])
     return matches, missed
 

@@ -39,7 +39,7 @@ from dsv4_compile.passes.region import (
     shape,
     value,
 )
-from dsv4_compile.passes.sites import LinearInfo, Missed, PassResult, ProjectionGroup, module_path
+from dsv4_compile.passes.sites import LinearInfo, Missed, PassResult, ProjectionGroup, module_path, source_location
 
 __all__ = ["ProjectionsPass"]
 
@@ -195,7 +195,7 @@ def find(graph: Graph) -> tuple[list[_Group], list[Missed]]:
             x, why = parsed
             refused[x].append((node, why))
     missed = [
-        Missed("projections", module_path(node), why)
+        Missed("projections", module_path(node), why, source_location(node))
         for x, nodes in refused.items()
         if len(nodes) + len(by_activation.get(x, ())) > 1
         for node, why in nodes
@@ -460,4 +460,5 @@ def _report(group: _Group, strategy: str, reason: str, streams: list[int], packs
     columns = int((shape(group.linears[0].weight) or (0,))[-1])
     biased = tuple(linear.bias is not None for linear in group.linears)
     packs = packs if strategy == "measured" else 0
-    return ProjectionGroup(site, group.x.name, infos, strategy, reason, columns, biased, packs)
+    source = source_location(group.linears[0].node)
+    return ProjectionGroup(site, group.x.name, infos, strategy, reason, columns, biased, packs, source=source)

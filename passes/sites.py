@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
+if TYPE_CHECKING:
+    from torch.fx import Node  # the command line tool reads these records and does not wait for torch
 
 __all__ = [
     "LinearInfo",
@@ -18,6 +20,7 @@ __all__ = [
     "ProjectionGroup",
     "module_path",
     "source_line",
+    "source_location",
 ]
 
 
@@ -53,7 +56,8 @@ class ProjectionGroup:
 
     Where `strategy` is "measured" the choice is made when the graph runs; `measured` is what it is so far, filled in
     when the report is read. `packs` is how many stretches of memory the weights of such a group are to be laid into.
-    `columns` is the width of the activation, `biased` which linears have a bias.
+    `columns` is the width of the activation, `biased` which linears have a bias. `source` is the user's line of the
+    first linear, `file.py:123` with the whole path.
     """
 
     site: str
@@ -65,13 +69,27 @@ class ProjectionGroup:
     biased: tuple[bool, ...] = ()
     packs: int = 0
     measured: tuple[MeasuredChoice, ...] = ()
+    source: str = field(default="", compare=False)
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> ProjectionGroup:
+        """The group that `dataclasses.asdict` made `record` of, also when it has been JSON in between."""
+        lists = {
+            "linears": tuple(LinearInfo(**linear) for linear in record["linears"]),
+            "biased": tuple(record["biased"]),
+            "measured": tuple(
+                MeasuredChoice(**{**choice, "runs": tuple(map(tuple, choice["runs"]))}) for choice in record["measured"]
+            ),
+        }
+        return cls(**{**record, **lists})
 
 
 @dataclass(frozen=True)
 class MhcSite:
     """One piece of mHC arithmetic. `kernel` is the family that runs it; "inductor" where it was left as it is.
     `mixing` is the dtype that `post` and `comb` are rounded to before they are multiplied: "float32" (or "float64" of a
-    float64 residual) where they are not, "bfloat16/float32" where only `post` is; None without `hc_post`."""
+    float64 residual) where they are not, "bfloat16/float32" where only `post` is; None without `hc_post`.
+    `source` is the user's line of its first result, `file.py:123` with the whole path."""
 
     site: str
     form: Literal["pre", "post", "post_pre", "head"]
@@ -82,15 +100,20 @@ class MhcSite:
     iters: int | None = None
     eps: Mapping[str, float] = field(default_factory=dict)
     mixing: str | None = None
+    source: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
 class Missed:
-    """A place that looked like a site and was left alone, and the first thing that stopped it."""
+    """A place that looked like a site and was left alone, and the first thing that stopped it.
+
+    `source` is the user's line that made the place's first node, `file.py:123` with the whole path, empty when unknown.
+    """
 
     kind: Literal["mhc", "projections"]
     site: str
     reason: str
+    source: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -108,19 +131,29 @@ class PassResult:
     """Time spent on importing and compiling a kernel family, within the pass."""
 
 
-def module_path(node: torch.fx.Node) -> str:
+def module_path(node: Node) -> str:
     """Module path of `node` as the model's owner writes it (`model.layers.3.self_attn`), empty when unknown."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
-    path = list(stack.values())[-1][0]
+    return _module_path(list(stack.values())[-1][0])
+
+
+@functools.lru_cache(maxsize=4096)
+def _module_path(path: str) -> str:
     path = re.sub(r"^L\[['\"](\w+)['\"]\]", r"\1", path)
     path = re.sub(r"\._modules\[['\"]([^'\"]+)['\"]\]", r".\1", path)
     path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
     return path.removeprefix("self.") if path != "self" else ""
 
 
-def source_line(node: torch.fx.Node) -> str:
+def source_line(node: Node) -> str:
     """`file.py:123` of the user's code that made `node`, empty when unknown."""
-    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    return f"{frames[-1][0].rsplit('/', 1)[-1]}:{frames[-1][1]}" if frames else ""
+    return source_location(node).rpartition("/")[2]
+
+
+def source_location(node: Node) -> str:
+    """As `source_line`, with the whole path of the file."""
+    trace = node.meta.get("stack_trace") or ""
+    innermost = re.match(r'File "([^"]+)", line (\d+)', trace[max(0, trace.rfind('File "')) :])
+    return f"{innermost[1]}:{innermost[2]}" if innermost else ""

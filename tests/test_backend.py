@@ -583,19 +583,6 @@ def test_verify_leaves_random_numbers_to_the_uncompiled_graph():
 # ------------------------------------------------------------------------------------------------------ reports, dumps
 
 
-def test_dump_has_every_stage_and_the_report(tmp_path):
-    folder = tmp_path / "dump"
-    module = nn.Sequential(stack(layers=1), Branches(64))
-    without_grad(compiled(module, projections="serial", dump_dir=str(folder)), residual(0, 2, 3, 4, 64))
-    assert json.loads((folder / "report.json").read_text()) == json.loads(dsv4_compile.report().to_json())
-    (graph,) = [path for path in folder.iterdir() if path.is_dir()]
-    texts = {path.stem: path.read_text() for path in graph.iterdir()}
-    assert set(texts) == {"before", "mhc", "projections"}
-    assert "dsv4" not in texts["before"]
-    assert "dsv4.mhc_pre" in texts["mhc"] and "dsv4.parallel_linear" not in texts["mhc"]
-    assert "dsv4.parallel_linear" in texts["projections"]
-
-
 def test_dump_that_cannot_be_written_breaks_nothing_and_is_told_once(tmp_path, caplog):
     (tmp_path / "file").write_text("in the way")
     module, x = Branches(), torch.randn(3, 16)

@@ -1,5 +1,6 @@
 """Each example runs as its docstring says, and prints what it is there to show."""
 
+import os
 import re
 import runpy
 import subprocess
@@ -78,3 +79,26 @@ def test_the_demo_compares_the_backend_with_eager_and_stock_inductor() -> None:
         assert float(row[3]) < 1e-3
     assert "mhc post+pre+norm at model.layers.0" in out
     assert "  the same tokens" in out
+
+
+def test_the_walk_through_finds_the_line_that_stops_a_site(tmp_path: Path) -> None:
+    script = (ROOT / "examples/walkthrough.py").read_text()
+    at = next(i for i, line in enumerate(script.splitlines(), 1) if "flat.abs()" in line)
+    dumps = [tmp_path / name for name in ("dump", "mended")]
+    environment = os.environ | {"DSV4_OPTIONS": '{"compiler": "eager"}'}
+    for dump, arguments in zip(dumps, ([], ["--mend"]), strict=True):
+        command = [sys.executable, str(ROOT / "examples/walkthrough.py"), str(dump), *arguments]
+        subprocess.run(command, check=True, cwd=ROOT, env=environment)
+    explained = tool("explain", dumps[0], "layers.1")
+    assert explained.returncode == 1
+    assert f"walkthrough.py:{at}" in explained.stdout and "layers.1: mhc left alone, 2 times" in explained.stdout
+    documented = (ROOT / "docs/walkthrough.md").read_text()
+    assert explained.stdout.splitlines()[1] in documented
+    assert tool("explain", dumps[1]).returncode == 0
+    assert tool("compare", *dumps).returncode == 0
+    assert tool("compare", *reversed(dumps)).returncode == 1
+
+
+def tool(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "dsv4_compile", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)

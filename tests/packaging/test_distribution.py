@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = {"dsv4_compile": "dsv4_compile", "kernels": "dsv4_compile/kernels", "passes": "dsv4_compile/passes"}
-PACKAGED = {".py", ".cpp", ".cu", ".cuh", ".typed"}
+FOLDERS = {"dsv4_compile": "dsv4_compile"} | {
+    name: f"dsv4_compile/{name}" for name in ("benchmarks", "examples", "kernels", "passes")
+}
+PACKAGED = {".py", ".cpp", ".cu", ".cuh", ".html", ".svg", ".typed"}
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +52,7 @@ def test_wheel_carries_licence_and_entry_point(wheel: Path) -> None:
     texts = {name.rpartition("/")[2]: archive.read(name).decode() for name in metadata}
     assert texts["top_level.txt"].split() == ["dsv4_compile"]
     assert "dsv4 = dsv4_compile.backend:dsv4" in texts["entry_points.txt"]
+    assert "dsv4-compile = dsv4_compile.cli.app:main" in texts["entry_points.txt"]
     assert "Apache License" in texts["LICENSE"]
 
 

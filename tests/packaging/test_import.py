@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-HEAVY = ("triton", "tilelang", "vllm", "transformers")
+HEAVY = ("triton", "tilelang", "vllm", "transformers", "typer", "click", "rich")
 
 
 def answer(code: str, cwd: Path) -> object:

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = {"dsv4_compile": "dsv4_compile", "kernels": "dsv4_compile.kernels", "passes": "dsv4_compile.passes"}
+FOLDERS = {"dsv4_compile": "dsv4_compile"} | {
+    name: f"dsv4_compile.{name}" for name in ("benchmarks", "examples", "kernels", "passes")
+}
 
 
 def sources(folder: str) -> list[Path]:

@@ -1,0 +1,128 @@
+"""`explain`: what happened at each place of the model, and where nothing did, the first thing that stopped it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dsv4_compile.cli import output
+from dsv4_compile.cli.show import is_below
+from dsv4_compile.dump.reader import Dump, DumpedGraph, NoSuchError
+from dsv4_compile.passes.sites import MhcSite, Missed, ProjectionGroup
+from dsv4_compile.report import choice_text, form_text, group_text, mhc_text
+
+__all__ = ["LEFT_ALONE", "Finding", "file_name", "findings", "nothing_there", "print_findings", "to_dicts"]
+
+LEFT_ALONE = "left alone"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What happened at one place, `count` times in `graphs`; `source` is the user's line, `members` are linears."""
+
+    site: str
+    kind: str
+    outcome: str
+    detail: str
+    source: str
+    graphs: tuple[str, ...]
+    members: tuple[str, ...] = ()
+    count: int = 1
+
+    def concerns(self, path: str) -> bool:
+        """Whether it is at the module `path`, inside it, or has a linear there."""
+        return is_below(self.site, path) or any(is_below(member, path) for member in self.members)
+
+
+def findings(graphs: list[DumpedGraph], site: str = "") -> list[Finding]:
+    """What happened at `site` and inside it, what was left alone first; equal in several graphs is said once."""
+    merged: dict[Finding, list[str]] = {}
+    for graph in graphs:
+        for found in findings_of(graph):
+            if found.concerns(site):
+                merged.setdefault(replace(found, graphs=()), []).append(graph.label)
+    made = [replace(f, graphs=tuple(dict.fromkeys(labels)), count=len(labels)) for f, labels in merged.items()]
+    return sorted(made, key=lambda found: found.outcome != LEFT_ALONE)
+
+
+def findings_of(graph: DumpedGraph) -> Iterator[Finding]:
+    """What the report of one graph says about places."""
+    report, labels = graph.report, (graph.label,)
+    for record in report.get("missed", []):
+        missed = Missed(**record)
+        yield Finding(missed.site, missed.kind, LEFT_ALONE, missed.reason, missed.source, labels)
+    for record in report.get("mhc", []):
+        site = MhcSite(**record)
+        outcome = "recognised" if site.kernel == "inductor" else "replaced"
+        yield Finding(site.site, f"mhc {form_text(site)}", outcome, mhc_text(site), site.source, labels)
+    for record in report.get("projections", []):
+        group = ProjectionGroup.from_dict(record)
+        detail = "; ".join([group_text(group), *(choice_text(choice, group) for choice in group.measured)])
+        members = tuple(f"{group.site}.{linear.name}".removeprefix(".") for linear in group.linears)
+        yield Finding(group.site, "projections", "together", detail, group.source, labels, members)
+
+
+def nothing_there(dump: Dump, graphs: list[DumpedGraph], site: str) -> str:
+    """Why there is no finding at `site`: it looked like nothing, as a sentence.
+
+    Raises:
+        NoSuchError: no graph has nodes of such a module.
+    """
+    modules: set[str] = set()
+    for graph in graphs:
+        if not any(stage.name == "before" for stage in graph.entry.stages):
+            continue
+        nodes = graph.nodes("before")
+        modules |= {node.module for node in nodes}
+        inside = [node for node in nodes if is_below(node.module, site)]
+        if inside:
+            source = next((node.source for node in inside if node.source), "an unknown line")
+            return (
+                f"Nothing at {site} looked like a site: its {len(inside)} nodes, from {source} on, have neither a "
+                "product with an fn of [(2+n)*n, n*D] in mHC's manner nor two linears that read one activation."
+            )
+    paths = {path for module in modules for path in _and_above(module)}
+    near = difflib.get_close_matches(site, sorted(paths), n=3, cutoff=0.5)
+    hint = f"; the nearest are {', '.join(near)}" if near else ""
+    raise NoSuchError(f"No graph of {dump.path} has nodes of a module {site}{hint}.")
+
+
+def _and_above(module: str) -> list[str]:
+    parts = module.split(".") if module else []
+    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+
+
+def print_findings(found: list[Finding], graphs: list[DumpedGraph], is_detailed: bool) -> None:
+    """Prints what was found: a table, or with `is_detailed` a paragraph for each."""
+    for graph in graphs:
+        for note in graph.report.get("notes", []):
+            output.line(f"graph {graph.label}: {note}", "yellow")
+        if graph.entry.error:
+            output.line(f"graph {graph.label} failed: {graph.entry.error.splitlines()[0]}", "red")
+    if not is_detailed:
+        rows = [(f.site or "(root)", f.kind, f"{f.outcome}{_times(f)}", f.detail, file_name(f.source)) for f in found]
+        output.table("What happened where", ("site", "what", "outcome", "how, or what stopped it", "source"), rows)
+        return
+    for one in found:
+        is_alone = one.outcome == LEFT_ALONE
+        output.line(f"{one.site or '(root)'}: {one.kind} {one.outcome}{_times(one)}", "red" if is_alone else "green")
+        output.line(f"  {'because' if is_alone else 'how'}: {one.detail}")
+        if one.source:
+            output.line(f"  source: {one.source}")
+        output.line(f"  in graph{'s' if len(one.graphs) > 1 else ''} {', '.join(one.graphs)}")
+
+
+def _times(found: Finding) -> str:
+    return f", {found.count} times" if found.count > 1 else ""
+
+
+def file_name(source: str) -> str:
+    """A user's line without the folders of its file."""
+    return source.replace("\\", "/").rpartition("/")[2]
+
+
+def to_dicts(found: list[Finding]) -> list[dict[str, Any]]:
+    """JSON-safe."""
+    return [{**vars(one), "graphs": list(one.graphs), "members": list(one.members)} for one in found]

@@ -1,0 +1,90 @@
+"""What commands print: tables and lines for people, JSON for programs; colours on a terminal only."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from dsv4_compile.dump.schema import printable
+
+__all__ = ["FOUND_A_PROBLEM", "USAGE", "json_out", "line", "lines", "size", "table", "warning"]
+
+FOUND_A_PROBLEM = 1
+USAGE = 2
+
+_WIDTH = 180
+"""Columns where the output is no terminal and COLUMNS is not set."""
+
+
+def table(title: str, headings: Sequence[str], rows: Iterable[Sequence[Any]], right: Iterable[int] = ()) -> None:
+    """Prints a table; the columns numbered in `right` are aligned to the right. No row, no table."""
+    body = [[_cell(value) for value in row] for row in rows]
+    if not body:
+        return
+    made = Table(title=_plain(title), title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for i, heading in enumerate(headings):
+        made.add_column(heading, justify="right" if i in right else "left", overflow="fold")
+    for row in body:
+        made.add_row(*row)
+    _console().print(made)
+
+
+def line(text: str = "", style: str = "") -> None:
+    """Prints a line, never wrapped."""
+    _console().print(_plain(text, style), soft_wrap=True)
+
+
+def lines(text: Iterable[tuple[str, str]]) -> None:
+    """Prints many lines at once: (text, colour), the colour by the name that ANSI has for it, "" for none."""
+    if not sys.stdout.isatty() or "NO_COLOR" in os.environ:
+        typer.echo(printable("\n".join(content for content, _ in text)))
+        return
+    typer.echo("\n".join(typer.style(printable(content), fg=colour or None) for content, colour in text))
+
+
+def json_out(data: Any) -> None:
+    """Prints data as JSON."""
+    typer.echo(json.dumps(data, indent=2))
+
+
+def warning(text: str) -> None:
+    """Prints a sentence to the standard error."""
+    Console(stderr=True, highlight=False).print(_plain(text, "yellow"), soft_wrap=True)
+
+
+def size(count: int | float | None) -> str:
+    """Bytes in a unit of a thousand."""
+    if count is None:
+        return ""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"
+
+
+def _console() -> Console:
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDTH
+    return Console(width=width, highlight=False)
+
+
+def _plain(text: str, style: str = "") -> Text:
+    """Text in which nothing is markup and no control character is left."""
+    return Text(printable(text), style)
+
+
+def _cell(value: Any) -> Text:
+    if isinstance(value, Text):
+        return value
+    if value is None:
+        return Text("")
+    return _plain(f"{value:.2f}" if isinstance(value, float) else str(value))

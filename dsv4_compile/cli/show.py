@@ -1,0 +1,135 @@
+"""`show`: the graphs of a dump, the stages of one, or a stage as text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dsv4_compile.cli import output
+from dsv4_compile.dump.listing import MARK, listing
+from dsv4_compile.dump.reader import Dump, DumpedGraph
+from dsv4_compile.dump.schema import NodeRecord
+
+__all__ = ["is_below", "overview", "print_graph", "print_listing", "print_overview", "selected", "stages"]
+
+
+def overview(dump: Dump) -> dict[str, Any]:
+    """Every run and every graph, in a few numbers."""
+    runs = [{"folder": run.path.name, **_run(run.index)} for run in dump.runs]
+    return {"runs": runs, "problems": list(dump.problems), "graphs": [_graph(graph) for graph in dump.graphs]}
+
+
+def _run(index: Any) -> dict[str, Any]:
+    names = ("script", "version", "torch", "host", "process", "rank", "started", "ended", "error", "bytes", "left_out")
+    return {name: getattr(index, name) for name in (*names, "notes")}
+
+
+def _graph(graph: DumpedGraph) -> dict[str, Any]:
+    report, entry = graph.report, graph.entry
+    stages = {stage.name: stage for stage in entry.stages}
+    return {
+        "graph": graph.label,
+        "state": entry.state,
+        "error": entry.error,
+        "nodes": [stages[name].nodes for name in stages if name != "dynamo"],
+        "dynamic": report.get("dynamic", False),
+        "mhc": len(report.get("mhc", [])),
+        "projections": len(report.get("projections", [])),
+        "missed": len(report.get("missed", [])),
+        "pieces": len(report.get("pieces", [])),
+        "seconds": entry.seconds,
+        "notes": report.get("notes", []),
+    }
+
+
+def print_overview(data: dict[str, Any]) -> None:
+    """Prints what `overview` found."""
+    for run in data["runs"]:
+        rank = f", rank {run['rank']}" if run["rank"] else ""
+        output.line(f"{run['folder']}: {run['script'] or 'python'}{rank}, {run['started']}", "bold")
+        output.line(f"  dsv4_compile {run['version']}, torch {run['torch']}, {output.size(run['bytes'])}")
+        if run["error"]:
+            output.line(f"  the script ended with {run['error']}", "red")
+        elif not run["ended"]:
+            output.line("  the process is still running, or was killed", "yellow")
+        for note in [*run["notes"], *(f"left out for the limit: {name}" for name in run["left_out"])]:
+            output.line(f"  note: {note}")
+    rows = [
+        (
+            g["graph"],
+            g["state"],
+            " -> ".join(map(str, dict.fromkeys(g["nodes"]))),
+            "dynamic" if g["dynamic"] else "static",
+            g["mhc"],
+            g["projections"],
+            g["missed"],
+            sum(g["seconds"].values()),
+        )
+        for g in data["graphs"]
+    ]
+    headings = ("graph", "state", "nodes", "shapes", "mhc", "projections", "missed", "seconds")
+    output.table("Graphs", headings, rows, right=(4, 5, 6, 7))
+    for graph in data["graphs"]:
+        if graph["error"]:
+            output.line(f"{graph['graph']} failed: {graph['error'].splitlines()[0]}", "red")
+        elif graph["state"] == "compiling":
+            output.line(f"{graph['graph']} was not finished: the process is still running, or was killed", "yellow")
+
+
+def stages(graph: DumpedGraph) -> dict[str, Any]:
+    """The stages of a graph, with their operators, times and bytes."""
+    entry = graph.entry
+    found = [{**vars(stage), "file": stage.text} for stage in entry.stages]
+    for stage in found:
+        del stage["text"]
+    files = {"code": entry.code, "bytecode": entry.bytecode, "folder": str(graph.run.path)}
+    return {**_graph(graph), "stages": found, **files}
+
+
+def print_graph(data: dict[str, Any]) -> None:
+    """Prints what `stages` found."""
+    rows = [
+        (s["name"], s["nodes"], s["seconds"], output.size(s["input_bytes"]), output.size(s["result_bytes"]), s["file"])
+        for s in data["stages"]
+    ]
+    headings = ("stage", "nodes", "seconds", "inputs", "all results", f"file in {data['folder']}")
+    output.table(f"Graph {data['graph']}: {data['state']}", headings, rows, right=(1, 2, 3, 4))
+    if data["stages"]:
+        ops = {s["name"]: s["ops"] for s in data["stages"]}
+        names = [name for name in ops if name != "dynamo"] or ["dynamo"]
+        last = ops[names[-1]]
+        every = {op for name in names for op in ops[name]}
+        ordered = sorted(every, key=lambda op: (not op.startswith("dsv4"), -last.get(op, 0), op))
+        table = [(op, *(ops[name].get(op, "") for name in names)) for op in ordered]
+        output.table("Operators", ("operator", *names), table, right=range(1, len(names) + 1))
+    for name in [*data["code"], *filter(None, [data["bytecode"]])]:
+        output.line(f"{data['folder']}/{name}")
+    for note in data["notes"]:
+        output.line(f"note: {note}")
+    if data["error"]:
+        output.line(f"failed: {data['error']}", "red")
+
+
+def is_below(module: str, path: str) -> bool:
+    """Whether `module` is `path` or inside it."""
+    return not path or module == path or module.startswith(f"{path}.")
+
+
+def selected(nodes: list[NodeRecord], module: str) -> list[NodeRecord]:
+    """The nodes of a module and of what is inside it."""
+    return [node for node in nodes if is_below(node.module, module)]
+
+
+def print_listing(graph: DumpedGraph, stage: str, module: str) -> None:
+    """Prints a stage as text, all of it or one module's part."""
+    if module:
+        nodes = selected(graph.nodes(stage), module)
+        text = listing(nodes, f"graph {graph.label}, {stage}: {len(nodes)} nodes of {module}")
+    else:
+        text = graph.listing(stage)
+    output.lines((line, _colour(line)) for line in text.splitlines())
+
+
+def _colour(line: str) -> str:
+    if line.endswith(MARK):
+        return "green"
+    return "cyan" if line.lstrip().startswith("# ----") else ""

@@ -1,0 +1,230 @@
+"""Reads a dump. It is data: nothing in it is executed or unpickled, and no file outside its folder is opened.
+
+Everything that can be wrong with a folder is a `DumpError` whose message is one sentence for the user.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsv4_compile.dump.index import GraphEntry, Index, StageEntry
+from dsv4_compile.dump.schema import FIRST_STAGES, INDEX, SCHEMA, NodeRecord
+
+__all__ = ["Dump", "DumpError", "DumpedGraph", "NoSuchError", "Run", "read"]
+
+
+class DumpError(Exception):
+    """A dump that cannot be read. The message is one sentence: what was found, and what to do."""
+
+
+class NoSuchError(DumpError):
+    """What was asked for is not there: a folder, a graph, a stage, a site."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """The dump of one process."""
+
+    path: Path
+    index: Index
+
+    def text(self, name: str) -> str:
+        """A file of the dump, by the name that the index has for it.
+
+        Raises:
+            DumpError: it is not there, cannot be read, or lies outside the folder.
+        """
+        path = self.path / name
+        if not path.resolve().is_relative_to(self.path.resolve()):
+            raise DumpError(f"The index of {self.path} names {name!r}, which is outside its folder: not read.")
+        return _text(path, f"The index of {self.path} names {name}, and it")
+
+
+@dataclass(frozen=True)
+class DumpedGraph:
+    """One graph of a dump. `label` is its id, with the run in front where the dump has several."""
+
+    run: Run
+    entry: GraphEntry
+    label: str
+
+    @property
+    def passes(self) -> list[str]:
+        """Names of the stages that are passes."""
+        return [stage.name for stage in self.entry.stages if stage.name not in FIRST_STAGES]
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """What the report of its compilation says about this graph."""
+        graphs = (graph for graph in self.compile_report["graphs"] if graph["id"] == self.entry.id)
+        return dict(next(graphs, {}))
+
+    @property
+    def compile_report(self) -> dict[str, Any]:
+        """The report of its compilation."""
+        return _mapping(self.run.text(self.entry.report), self.run.path / self.entry.report)
+
+    def stage(self, name: str) -> StageEntry:
+        """The entry of a stage.
+
+        Raises:
+            NoSuchError: there is none of that name.
+        """
+        for stage in self.entry.stages:
+            if stage.name == name:
+                return stage
+        known = ", ".join(stage.name for stage in self.entry.stages) or "none"
+        raise NoSuchError(f"Graph {self.label} has no stage {name!r}; it has {known}.")
+
+    def nodes(self, name: str) -> list[NodeRecord]:
+        """The nodes of a stage.
+
+        Raises:
+            DumpError: the file was left out, or is not what was written.
+        """
+        stage = self.stage(name)
+        if not stage.data:
+            raise DumpError(
+                f"The nodes of {name!r} of graph {self.label} were left out of this dump: {self.why_out()}."
+            )
+        path = self.run.path / stage.data
+        record = _mapping(self.run.text(stage.data), path)
+        try:
+            return [NodeRecord.from_dict(node) for node in record["nodes"]]
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise DumpError(f"{path} is damaged ({type(error).__name__}: {error}); write the dump again.") from error
+
+    def listing(self, name: str) -> str:
+        """The text of a stage.
+
+        Raises:
+            DumpError: as `nodes`.
+        """
+        stage = self.stage(name)
+        if not stage.text:
+            raise DumpError(f"The text of {name!r} of graph {self.label} was left out of this dump: {self.why_out()}.")
+        return self.run.text(stage.text)
+
+    def why_out(self) -> str:
+        """Why a file of this graph is missing."""
+        limit = self.run.index.limit
+        return f"the limit is {limit} bytes" if limit is not None else "it could not be written"
+
+
+@dataclass(frozen=True)
+class Dump:
+    """All runs in a folder. `problems` are sentences about runs that cannot be read, beside others that can."""
+
+    path: Path
+    runs: tuple[Run, ...]
+    problems: tuple[str, ...] = ()
+
+    @property
+    def graphs(self) -> list[DumpedGraph]:
+        """Every graph, labelled so that each has another label."""
+        several = len(self.runs) > 1
+        made: list[DumpedGraph] = []
+        seen: set[str] = set()
+        for run in self.runs:
+            for entry in run.index.graphs:
+                name = f"{run.path.name}:{entry.id}" if several else entry.id
+                label, count = name, 1
+                while label in seen:
+                    count += 1
+                    label = f"{name}#{count}"
+                seen.add(label)
+                made.append(DumpedGraph(run, entry, label))
+        return made
+
+    def graph(self, name: str | None) -> DumpedGraph:
+        """A graph by its label, or the id that only it has; without a name the largest one.
+
+        Raises:
+            NoSuchError: no graph, or several of that id.
+        """
+        graphs = self.graphs
+        if not graphs:
+            raise NoSuchError(f"{self.path} has no graphs: nothing was compiled with the dsv4 backend there.")
+        if name is None:
+            return max(graphs, key=lambda graph: max((stage.nodes for stage in graph.entry.stages), default=0))
+        found = [graph for graph in graphs if graph.label == name] or [g for g in graphs if g.entry.id == name]
+        if len(found) == 1:
+            return found[0]
+        labels = ", ".join(graph.label for graph in (found or graphs)[:8])
+        more = ", ..." if len(found or graphs) > 8 else ""
+        if found:
+            raise NoSuchError(f"There are several graphs {name!r}; say which: {labels}{more}.")
+        raise NoSuchError(f"There is no graph {name!r} in {self.path}; there are {labels}{more}.")
+
+
+def read(folder: str | os.PathLike[str]) -> Dump:
+    """The dump in `folder`: what `dump_dir` named, or one of the folders in there.
+
+    Raises:
+        NoSuchError: there is no such folder.
+        DumpError: it holds no dump that can be read.
+    """
+    path = Path(folder)
+    try:
+        names = sorted(entry.name for entry in os.scandir(path) if not entry.name.startswith("."))
+    except FileNotFoundError as error:
+        raise NoSuchError(f"There is no folder {path}; a dump is in the folder that dump_dir named.") from error
+    except NotADirectoryError as error:
+        raise NoSuchError(f"{path} is a file; a dump is in the folder that dump_dir named.") from error
+    except OSError as error:
+        raise DumpError(f"{path} cannot be read: {error.strerror or error}.") from error
+    if not names:
+        raise DumpError(f"{path} is empty: nothing was compiled with the dsv4 backend and this dump_dir.")
+    candidates = [path] if INDEX in names else [path / name for name in names if (path / name).is_dir()]
+    runs, problems = [], []
+    for candidate in candidates:
+        try:
+            runs.append(Run(candidate, _index(candidate)))
+        except DumpError as error:
+            problems.append(str(error))
+    if not runs:
+        if len(problems) == 1:
+            raise DumpError(problems[0])
+        found = f"; {problems[0]}" if problems else f"; it has {', '.join(names[:3])}."
+        raise DumpError(f"{path} holds no dump that can be read{found}")
+    return Dump(path, tuple(runs), tuple(problems))
+
+
+def _index(folder: Path) -> Index:
+    path = folder / INDEX
+    record = _mapping(_text(path, f"{path}, the index of the dump,"), path)
+    schema = record.get("schema")
+    if schema != SCHEMA:
+        by = record.get("version")
+        raise DumpError(
+            f"{folder} has format {schema!r}{f', written by dsv4_compile {by}' if by else ''}, and this version "
+            f"reads format {SCHEMA}: read it with the version that wrote it, or write it again."
+        )
+    try:
+        return Index.from_dict(record)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise DumpError(f"{path} is damaged ({type(error).__name__}: {error}); write the dump again.") from error
+
+
+def _mapping(text: str, path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DumpError(f"{path} is not complete ({error}): it was copied or written halfway.") from error
+    if not isinstance(record, Mapping):
+        raise DumpError(f"{path} holds a {type(record).__name__} and not an object; it belongs to no dump.")
+    return dict(record)
+
+
+def _text(path: Path, what: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError as error:
+        raise DumpError(f"{what} is not there: the dump was copied or written halfway; write it again.") from error
+    except OSError as error:
+        raise DumpError(f"{what} cannot be read: {error.strerror or error}.") from error
