@@ -244,40 +244,32 @@ class _Describer:
         for node in self.module.graph.nodes:
             if node.op == "placeholder":
                 fixed = static[len(self.numbers)] if len(self.numbers) < len(static) else False
-                lines.append(f"in {self.value(node.meta['val'])} {fixed}")
+                lines.append(f"in {self.describe(node.meta['val'])} {fixed}")
             elif node.op == "get_attr":
                 lines.append(f"constant {_content(_attribute(self.module, node.target))}")
             elif node.op == "call_function":
-                arguments = f"{self.argument(node.args)} {self.argument(node.kwargs)}"
-                eager = self.value(node.meta.get("eager_input_vals"))
-                lines.append(f"{_name(node.target)} {arguments} {self.value(node.meta['val'])} {eager}")
+                arguments = f"{self.describe(node.args)} {self.describe(node.kwargs)}"
+                eager = self.describe(node.meta.get("eager_input_vals"))
+                lines.append(f"{_name(node.target)} {arguments} {self.describe(node.meta['val'])} {eager}")
             else:
-                lines.append(f"out {self.argument(node.args)}")
+                lines.append(f"out {self.describe(node.args)}")
             self.numbers[node] = len(self.numbers)
         return Key("\n".join(lines), tuple(self.symbols))
 
-    def argument(self, value: Any) -> str:
+    def describe(self, value: Any) -> str:
+        """An argument or the value of a node."""
         if isinstance(value, Node):
             return f"%{self.numbers[value]}"
-        if isinstance(value, list | tuple):
-            return f"[{', '.join(map(self.argument, value))}]"
-        if isinstance(value, dict):
-            return f"{{{', '.join(f'{name}: {self.argument(one)}' for name, one in sorted(value.items()))}}}"
-        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-            return self.size(value)
-        return f"{type(value).__name__} {value!r}"
-
-    def value(self, value: Any) -> str:
         if isinstance(value, torch.Tensor):
             sizes = [self.size(one) for one in (*value.shape, -1, *value.stride(), value.storage_offset())]
             return f"{value.dtype} {value.device} {value.layout} {' '.join(sizes)}"
         if isinstance(value, list | tuple):
-            return f"[{', '.join(map(self.value, value))}]"
+            return f"[{', '.join(map(self.describe, value))}]"
         if isinstance(value, dict):
-            return f"{{{', '.join(f'{name}: {self.value(one)}' for name, one in sorted(value.items()))}}}"
+            return f"{{{', '.join(f'{name}: {self.describe(one)}' for name, one in sorted(value.items()))}}}"
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             return self.size(value)
-        return repr(value)
+        return f"{type(value).__name__} {value!r}"
 
     def size(self, size: Any) -> str:
         if not isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool):
