@@ -149,6 +149,7 @@ class _Rewrite:
         self.kernel_seconds = 0.0
         self._new: dict[Node, Node] = {}
         self._weights: list[_Outputs] = []
+        self._residuals: dict[Node, Node] = {}  # what carried the result of an hc_post, and the operator's result
 
     def apply(self, post: PostMatch | None, pre: PreMatch | None) -> None:
         """Rewrites one site: `hc_post`, `hc_pre`, or the one followed by the other."""
@@ -197,10 +198,11 @@ class _Rewrite:
 
     def _streams(self, match: OnStreams) -> Node:
         """The residual as `[..., n, D]`."""
+        lead = (shape(match.residual) or ())[: -1 if match.flat else -2]
+        if match.residual in self._residuals:
+            return self._with_lead(self._residuals[match.residual], lead, 2)
         residual = self._now(match.residual)
-        if not match.flat:
-            return residual
-        return reshape_rows(self.graph, residual, (*(shape(match.residual) or ())[:-1], match.n, match.hidden))
+        return reshape_rows(self.graph, residual, (*lead, match.n, match.hidden)) if match.flat else residual
 
     def _weights_of(
         self, match: PreMatch | HeadMatch, norm_weight: Node | None, before: Node
@@ -269,6 +271,8 @@ class _Rewrite:
                 made = call(self.graph, target, arguments, like=first)
                 residual, x, post, comb = (item(self.graph, made, i) for i in range(4))
         self._replace(match.region, match.out, residual)
+        same = [node for node in match.out.nodes(match.region) if value(node).dtype == dtype]
+        self._residuals |= dict.fromkeys(same, residual)
         if pre is not None:
             self._put(pre, x, post, comb)
 

@@ -329,22 +329,38 @@ def test_low_precision_parameters():
         assert graph.missed
 
 
-def test_second_run_of_the_pass_changes_nothing():
+def traced(module: nn.Module, x: Tensor) -> torch.fx.GraphModule:
+    """The decomposed graph of `module`, whose parameters are inputs."""
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from dsv4_compile.passes.mhc import MhcPass
-
-    torch.manual_seed(0)
-    module = Stack(hf_pre, hf_post)
-    x = residual(1, 2, 5, 4, 64)
     names = [name for name, _ in module.named_parameters()]
 
     def call(x: Tensor, *parameters: Tensor) -> Tensor:
         return torch.func.functional_call(module, dict(zip(names, parameters, strict=True)), (x,))
 
     with torch.no_grad():
-        gm = make_fx(call, select_decomp_table(), tracing_mode="fake")(x, *module.parameters())
+        return make_fx(call, select_decomp_table(), tracing_mode="fake")(x, *module.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "name", [name for name in SPELLINGS if not name.startswith("rms_norm")]
+)  # has its own operator
+def test_nothing_of_the_authors_arithmetic_is_left(name, dtype):
+    from dsv4_compile.passes.mhc import MhcPass
+
+    gm = traced(Stack(*SPELLINGS[name], dtype=dtype), residual(1, 2, 5, 4, 64, dtype=dtype))
+    assert len(MhcPass("reference")(gm.graph).mhc) == 3
+    left = {str(node.target) for node in gm.graph.nodes if node.op == "call_function"}
+    assert left.isdisjoint({"aten.bmm.default", "aten.add.Tensor", "aten.sum.dim_IntList", "aten.div.Tensor"})
+
+
+def test_second_run_of_the_pass_changes_nothing():
+    from dsv4_compile.passes.mhc import MhcPass
+
+    torch.manual_seed(0)
+    gm = traced(Stack(hf_pre, hf_post), residual(1, 2, 5, 4, 64))
     first = MhcPass("reference")(gm.graph)
     text = str(gm.graph)
     second = MhcPass("reference")(gm.graph)
