@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import logging
 import threading
 import weakref
@@ -191,7 +192,9 @@ def _facts(env: Any, names: dict[sympy.Symbol, sympy.Symbol]) -> tuple[sympy.Bas
     if env is None:
         return ()
     own = [guard.expr for guard in env.guards if guard.expr.free_symbols and guard.expr.free_symbols <= names.keys()]
-    return tuple(dict.fromkeys(pieces.renamed(fact, names) for fact in own))
+    facts = tuple(dict.fromkeys(pieces.renamed(fact, names) for fact in own))
+    # One that says nothing any more, because the new names have fewer properties, would be lost: nobody may take over.
+    return facts if all(fact.free_symbols for fact in facts) else (sympy.false,)
 
 
 def _hold(facts: Sequence[sympy.Basic], env: Any, names: dict[sympy.Symbol, sympy.Symbol]) -> bool:
@@ -208,14 +211,47 @@ def _is_true(env: Any, fact: sympy.Basic) -> bool:
     return value is sympy.true or value is True
 
 
+# Inductor's own settings leave these out, because it asks each pass for its identity.
+_PASSES = (
+    "post_grad_custom_pre_pass",
+    "post_grad_custom_post_pass",
+    "_pre_fusion_custom_pass",
+    "_post_fusion_custom_pass",
+    "custom_should_partition_ops",
+)
+_PRECISIONS = ("allow_tf32", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
+_unlike = itertools.count()
+
+
+def _identity(custom: Any) -> str:
+    """What a pass of the user is; one that does not say is like no other."""
+    if custom is None or custom == []:
+        return "none"
+    found = custom.uuid() if hasattr(custom, "uuid") else None
+    return f"unknown {next(_unlike)}" if found is None else repr(found)
+
+
+def _precision(name: str) -> str:
+    matmul = torch.backends.cuda.matmul
+    try:
+        return f"{getattr(matmul, name)} {torch.get_float32_matmul_precision()}"
+    except RuntimeError:  # the newer way to set it is in use
+        return f"{getattr(matmul, 'fp32_precision', None)}"
+
+
 def _fingerprint() -> str:
     """What else makes another program of a graph."""
     from torch._inductor import config
 
     parts = (
-        sorted((name, repr(value)) for name, value in config.save_config_portable().items()),
+        sorted(
+            (name, repr(value)) for name, value in config.save_config_portable(ignore_private_configs=False).items()
+        ),
+        [_identity(getattr(config, name, None)) for name in _PASSES],
         torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        bool(getattr(torch.utils.deterministic, "fill_uninitialized_memory", True)),
+        [_precision(name) for name in _PRECISIONS],
         torch.get_default_dtype(),
         torch.get_num_threads(),
         torch.is_inference_mode_enabled(),

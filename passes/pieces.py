@@ -6,7 +6,8 @@
 A piece is a run of nodes, so that the order of the graph stays. A cut is made before each boundary between sublayers
 (an mHC operator); in a model without mHC before the first node of each layer, which is an index in the module path.
 What crosses a cut are tensors and sizes. Results of one operator stay in its piece, and so does the write of a graph
-input with the value that is written, where nobody needs the old one later.
+input with the value that is written, where nobody needs the old one later. Views of a graph input do not cross: each
+piece makes its own, because Inductor has to see what a write changes.
 
 Two pieces with one key are the same program: nodes, constants, shapes and layouts agree, whatever layer they are of.
 Symbols of sizes are counted in the order in which they appear.
@@ -15,6 +16,7 @@ Symbols of sizes are counted in the order in which they appear.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +25,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
@@ -47,9 +50,13 @@ def obstacle(gm: GraphModule) -> str | None:
             return f"the shape of {node.name} is not known"
         if node.op == "call_function" and "effects" in str(node.target):
             return f"{node.name} is ordered by tokens"
+        if node.op == "call_function" and "triton_kernel_wrapper" in str(node.target):
+            return f"{node.name} is a Triton kernel of the user, known by a number only"
         for leaf in tree_leaves(node.meta.get("val")):
             if any(_is_unbacked(symbol) for symbol in _symbols(leaf)):
                 return f"a size of {node.name} depends on data"
+            if not all(symbol.is_integer for symbol in _symbols(leaf)):
+                return f"{node.name} depends on a number that is not an integer"
     return None
 
 
@@ -138,9 +145,16 @@ def extract(gm: GraphModule, piece: Sequence[Node], sizes: Callable[[sympy.Symbo
     Args:
         sizes: the size that stands for a symbol.
     """
+    inner = set(piece)
+    outputs = [
+        node
+        for node in piece
+        if any(user not in inner and (user.op == "output" or _chain(node) is None) for user in node.users)
+    ]
+    piece = _with_views(piece)
     own = set(piece)
     inputs = [*dict.fromkeys(n for node in piece for n in node.all_input_nodes if n not in own and n.op != "get_attr")]
-    outputs = [node for node in piece if any(user not in own for user in node.users)]
+    _check_writes(piece, inputs)
     symbols = _missing_symbols(piece, inputs)
     graph = Graph()
     copies: dict[Node, Node] = {}
@@ -170,6 +184,59 @@ def extract(gm: GraphModule, piece: Sequence[Node], sizes: Callable[[sympy.Symbo
     module = GraphModule(attributes, graph)
     module.meta.update(gm.meta)
     return Extract(module, tuple(inputs), tuple(symbols), tuple(outputs))
+
+
+def _chain(node: Node) -> list[Node] | None:
+    """The views from a graph input down to `node`, or None when it is no view of one."""
+    chain: list[Node] = []
+    while node.op == "call_function":
+        if not (node.args and isinstance(node.args[0], Node)):
+            return None
+        if not (node.target is operator.getitem or node.target in _HIDDEN_VIEWS or _is_view(node)):
+            return None
+        chain.insert(0, node)
+        node = node.args[0]
+    return chain if node.op == "placeholder" and chain else None
+
+
+def _is_view(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and not schema.is_mutable and _shares(node, node)
+
+
+def _with_views(piece: Sequence[Node]) -> list[Node]:
+    """`piece`, with views of graph inputs that it takes from other pieces before it."""
+    own = set(piece)
+    views: dict[Node, None] = {}
+    for node in piece:
+        for needed in node.all_input_nodes:
+            if needed not in own:
+                views.update(dict.fromkeys(n for n in _chain(needed) or () if n not in own))
+    return [*views, *piece]
+
+
+def _check_writes(piece: Sequence[Node], inputs: Sequence[Node]) -> None:
+    """Inductor takes its inputs for memory of their own.
+
+    Raises:
+        ValueError: the piece writes one that shares memory with another.
+    """
+    storages = {node: _storage(node) for node in inputs}
+    for node in piece:
+        target = node.args[0] if node.target is torch.ops.aten.copy_.default else None
+        if isinstance(target, Node) and any(
+            one is not target and storage is not None and storage == storages.get(target)
+            for one, storage in storages.items()
+        ):
+            raise ValueError(f"{node.name} writes memory that another input of its piece has as well")
+
+
+def _storage(node: Node) -> int | None:
+    value = node.meta.get("val")
+    try:
+        return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+    except NotImplementedError:
+        return None
 
 
 def _missing_symbols(piece: Sequence[Node], inputs: Sequence[Node]) -> list[sympy.Symbol]:
@@ -285,7 +352,7 @@ class _Describer:
 
 def canonical(number: int) -> sympy.Symbol:
     """The symbol that stands for the one which appears at place `number` in a key."""
-    return sympy.Symbol(f"size{number}", integer=True, nonnegative=True)
+    return sympy.Symbol(f"size{number}", integer=True)
 
 
 def renamed(expression: sympy.Basic, names: dict[sympy.Symbol, sympy.Symbol]) -> sympy.Basic:
@@ -293,11 +360,15 @@ def renamed(expression: sympy.Basic, names: dict[sympy.Symbol, sympy.Symbol]) ->
     return expression.xreplace(names)
 
 
+_objects = itertools.count()
+
+
 def _content(value: torch.Tensor) -> str:
     """What a constant is, by its content; one that has none at hand is like no other."""
     if type(value) is not torch.Tensor or value.is_meta or value.layout is not torch.strided:
-        return f"object {id(value)}"
-    digest = hashlib.sha256(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        return f"object {next(_objects)}"
+    with unset_fake_temporarily():
+        digest = hashlib.sha256(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return f"{value.dtype} {value.device} {tuple(value.shape)} {value.stride()} {digest.hexdigest()}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import dsv4_compile
 from dsv4_compile import assembly
@@ -205,6 +207,105 @@ def test_an_old_value_that_is_read_later_is_not_overwritten_before() -> None:
         with torch.no_grad():
             torch.testing.assert_close(compiled(x), eager(x), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(module.layers[0].state, eager.layers[0].state)
+
+
+class UpFront(nn.Module):
+    """Makes views of its buffers before the first layer; each layer reads its own and writes it."""
+
+    def __init__(self, view: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.layers, self.view = nn.ModuleList(Block(8) for _ in range(3)), view
+        for i in range(3):
+            self.register_buffer(f"state{i}", torch.randn(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, state in zip(self.layers, [self.view(getattr(self, f"state{i}")) for i in range(3)], strict=True):
+            x = layer(x + state.flip(0))
+            state.mul_(0.9).add_(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("view", "shape"),
+    [
+        (lambda t: t.squeeze(1), (5, 1, 8)),
+        (torch.t, (8, 5)),
+        (lambda t: t[1], (3, 5, 8)),
+        (lambda t: t.unbind(0)[2], (3, 5, 8)),
+        (lambda t: t.view(5, 8), (40,)),
+    ],
+    ids=["squeeze", "transpose", "select", "unbind", "view"],
+)
+def test_a_view_made_up_front_is_read_before_its_buffer_is_written(
+    view: Callable[[Tensor], Tensor], shape: tuple[int, ...]
+) -> None:
+    module = UpFront(view, shape)
+    eager = copy.deepcopy(module)
+    compiled = torch.compile(module, backend="dsv4")
+    for _ in range(2):
+        x = torch.randn(5, 8)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x), eager(x), rtol=1e-5, atol=1e-6)
+        for ours, theirs in zip(module.buffers(), eager.buffers(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    graph = dsv4_compile.report().graphs[-1]
+    assert len(graph.pieces) > 2 and not graph.notes
+
+
+class Put(Block):
+    def forward(self, x: Tensor, row: int) -> Tensor:
+        return torch.select_scatter(super().forward(x), x.sum(0), 0, row) + x.sin()
+
+
+def test_code_for_a_positive_size_is_not_taken_for_a_negative_one() -> None:
+    class Rows(Stack):
+        def forward(self, x: Tensor, row: int) -> Tensor:
+            for layer in self.layers:
+                x = layer(x, row)
+            return x
+
+    module, x = Rows(*(Put(8) for _ in range(3))), torch.randn(6, 8)
+    compiled = torch.compile(module, backend="dsv4", dynamic=True)
+    with torch.no_grad():
+        for row in (3, -2, 1, -1):
+            torch.testing.assert_close(compiled(x, row), module(x, row), rtol=1e-5, atol=1e-5)
+
+
+def test_a_pass_of_the_user_makes_other_code() -> None:
+    first = run(Stack(*(Block(8) for _ in range(3))), torch.randn(5, 8))
+    module, x = Stack(*(Block(8) for _ in range(3))), torch.randn(5, 8)
+    options = {"inductor": {"post_grad_custom_post_pass": SineForTanh()}}
+    with torch.no_grad():
+        got = torch.compile(module, backend="dsv4", options=options)(x)
+        assert not torch.allclose(got, module(x), atol=1e-6)
+    assert all("taken over" not in piece.reason for piece in dsv4_compile.report().graphs[-1].pieces)
+    del first
+
+
+class SineForTanh(CustomGraphPass):
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        for node in graph.nodes:
+            if node.target is torch.ops.aten.tanh.default:
+                node.target = torch.ops.aten.sin.default
+
+    def uuid(self) -> str:
+        return "sine for tanh"
+
+
+class Table(Block):
+    def __init__(self, width: int, values: list[float]) -> None:
+        super().__init__(width)
+        self.values = values
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.tensor(self.values)
+
+
+def test_constants_are_compared_by_their_content() -> None:
+    same, other = [float(i) for i in range(8)], [float(2 * i) for i in range(8)]
+    _, graph = run(Stack(*(Table(8, values) for values in (same, same, other, same))), torch.randn(5, 8))
+    found = keys(graph)
+    assert len(found) == 4 and found[0] == found[1] != found[2]
 
 
 class Views(nn.Module):
