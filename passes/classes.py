@@ -122,13 +122,13 @@ def step(rounding: Rounding, source: Node, node: Node) -> Rounding:
     return rounding if own == held or own.itemsize > held.itemsize else (*rounding, own)
 
 
-def inexact(region: Region, products: Collection[Node]) -> set[Node]:
-    """What is computed from the residual, seed 0, through a rounding to 16 bits that is not the residual's own.
+def inexact(region: Region, origins: Collection[Node], products: Collection[Node] = ()) -> set[Node]:
+    """What is computed from `origins`, the residual (seed 0) or parameters, through a rounding to 16 bits.
 
-    That of `products` counts as none, for autocast runs them in 16 bits: the operators' is nearer to the formula.
+    Nothing when the residual itself has 16 bits, and not on the way to `products`, for autocast runs them in 16 bits:
+    there the operators are nearer to the formula.
     """
-    residual = region.seeds[0]
-    return set() if start(residual) else behind_roundings(region, {residual}, products)
+    return set() if start(region.seeds[0]) else behind_roundings(region, origins, products)
 
 
 def behind_roundings(region: Region, origins: Collection[Node], apart_from: Collection[Node] = ()) -> set[Node]:

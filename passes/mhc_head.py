@@ -100,14 +100,15 @@ def _match(product: Node, fn: Node, n: int, hidden: int, turned: bool, order: di
         proof = _prove(Case(region, axes, region.index[fn], n, hidden, turned, head=True))
         if proof is None:
             continue
-        collapsed = settled(region, proof.collapsed, inexact(region, products(fn)))
+        scale, base = region.nodes[proof.scale], region.nodes[proof.base]
+        weight = None if proof.norm_weight is None else region.nodes[proof.norm_weight]
+        collapsed = settled(region, proof.collapsed, inexact(region, (residual, scale, base), products(fn)))
         if collapsed and not is_wider(region, residual, collapsed):
-            at = region.nodes
-            weight = None if proof.norm_weight is None else at[proof.norm_weight]
+            normed = settled(region, proof.normed, inexact(region, () if weight is None else (weight,)))
+            site = module_path(product)
             return HeadMatch(
-                residual, fn, turned, at[proof.scale], at[proof.base], weight, n, hidden, proof,
-                region, collapsed, settled(region, proof.normed), module_path(product),
-            )  # fmt: skip
+                residual, fn, turned, scale, base, weight, n, hidden, proof, region, collapsed, normed, site
+            )
     return None
 
 

@@ -156,17 +156,18 @@ def _match(product: Node, fn: Node, n: int, hidden: int, turned: bool, order: di
 def _proved_match(proof: Proof, case: Case, product: Node) -> PreMatch | str:
     """The match of a region that is the formula, or the reason why the operators' arithmetic is not the author's."""
     region, at = case.region, case.region.nodes
-    residual, fn = region.seeds[0], at[case.fn]
-    rounded = inexact(region, products(fn))
+    residual, fn, scale, base = region.seeds[0], *(at[i] for i in (case.fn, proof.scale, proof.base))
+    weight = None if proof.norm_weight is None else at[proof.norm_weight]
+    rounded = inexact(region, (residual, scale, base), products(fn))
     post, comb, collapsed = (settled(region, x, rounded) for x in (proof.post, proof.comb, proof.collapsed))
     if not (post and comb and collapsed):
-        return "it rounds to 16 bits between the product with fn and post, comb or the collapse"
+        return "it rounds to 16 bits on the way from the product with fn, scale or base to post, comb or the collapse"
     if is_wider(region, residual, post, comb, collapsed):
         return "its arithmetic is float64 and the residual is not"
-    weight = None if proof.norm_weight is None else at[proof.norm_weight]
+    normed = settled(region, proof.normed, inexact(region, () if weight is None else (weight,)))
     return PreMatch(
-        residual, fn, case.turned, at[proof.scale], at[proof.base], weight, case.n, case.hidden, proof.constants,
-        region, post, comb, collapsed, settled(region, proof.normed), module_path(product),
+        residual, fn, case.turned, scale, base, weight, case.n, case.hidden, proof.constants,
+        region, post, comb, collapsed, normed, module_path(product),
     )  # fmt: skip
 
 

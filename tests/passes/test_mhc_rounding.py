@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import dsv4_compile
 from tests.passes.test_mhc import error, forms, oracle_of, residual, run
-from tests.passes.test_mhc_head import Head, without_norm
+from tests.passes.test_mhc_head import NORM_EPS, Head, without_norm
 from tests.spellings import (
     SPELLINGS,
     Constants,
@@ -231,6 +231,7 @@ def test_what_rounds_as_eager_does_is_nearer_to_eager(dtype, monkeypatch):
 # -------------------------------------------------------------------------------------------- in front of the operators
 
 FEW = Constants(iters=2)
+Cast = Callable[[Tensor], Tensor]
 Between = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
 
 
@@ -293,7 +294,7 @@ def fp16(t: Tensor) -> Tensor:
     return t.half().to(t.dtype)
 
 
-def half_of(t: Tensor, cast: Callable[[Tensor], Tensor], dim: int = -1) -> Tensor:
+def half_of(t: Tensor, cast: Cast, dim: int = -1) -> Tensor:
     """The first half of `t` rounded, the second not."""
     first, second = t.chunk(2, dim)
     return torch.cat([cast(first), second], dim)
@@ -486,13 +487,12 @@ def test_two_sums_of_the_same_weights_rounded_and_not():
     assert mixed_in(graph)[:3] == [None, "bfloat16", "float32"]
 
 
-def gates_of(x: Tensor, p: Site, through: Callable[[Tensor], Tensor] = lambda t: t) -> tuple[Tensor, Tensor, Tensor]:
-    """The gates of the collapse, post and comb in the dtype of `x`, the logits being changed by `through`."""
+def gates_of(x: Tensor, p: Site, mixed: Cast = Tensor.clone, base: Cast = Tensor.clone) -> tuple[Tensor, ...]:
+    """The gates of the collapse, post and comb in the dtype of `x`, the logits and the base being cast."""
     flat = x.flatten(2)
-    mixes = nn.functional.linear(flat, p.fn.to(x.dtype)) * torch.rsqrt(
-        flat.square().mean(-1, keepdim=True) + p.c.rms_eps
-    )
-    return sinkhorn(through(mixes), p.scale, p.base, p.c)
+    inverse = torch.rsqrt(flat.square().mean(-1, keepdim=True) + p.c.rms_eps)
+    mixes = nn.functional.linear(flat, p.fn.to(x.dtype)) * inverse
+    return sinkhorn(mixed(mixes), p.scale, base(p.base), p.c)
 
 
 def test_the_gates_may_be_read_elsewhere_rounded():
@@ -508,6 +508,11 @@ def test_the_gates_may_be_read_elsewhere_rounded():
 
 def rounded_logits(x: Tensor, p: Site) -> tuple[Tensor, Tensor, Tensor]:
     gates, post, comb = gates_of(x, p, bf16)
+    return torch.sum(gates.unsqueeze(-1) * x, dim=2).to(x.dtype), post, comb
+
+
+def rounded_base(x: Tensor, p: Site) -> tuple[Tensor, Tensor, Tensor]:
+    gates, post, comb = gates_of(x, p, base=bf16)
     return torch.sum(gates.unsqueeze(-1) * x, dim=2).to(x.dtype), post, comb
 
 
@@ -532,6 +537,7 @@ def rounded_and_normalised_again(x: Tensor, p: Site) -> tuple[Tensor, Tensor, Te
 
 INSIDE = [
     rounded_logits,
+    rounded_base,
     rounded_gates,
     rounded_row_of_the_collapse,
     rounded_and_normalised_again,
@@ -573,11 +579,16 @@ def test_float32_is_a_rounding_in_a_float64_model():
     assert all(apart(ours, theirs) < 1e-14 for ours, theirs in zip(out, eager, strict=True))
 
 
+def normalised(row: Tensor) -> Tensor:
+    return row * torch.rsqrt(row.square().mean(-1, keepdim=True) + NORM_EPS)
+
+
 HEADS: dict[str, tuple[Callable[[Head, Tensor], tuple[Tensor, ...]], bool]] = {
     "row_rounded_elsewhere": (lambda m, row: (row, bf16(row), fp16(row) * 2, half_of(row, bf16)), False),
     "row_rounded_only": (lambda m, row: (bf16(row), bf16(row) * 2), False),
     "row_rounded_in_front_of_the_norm": (lambda m, row: (m.norm(bf16(row)),), False),
     "half_of_the_row_in_front_of_the_norm": (lambda m, row: (m.norm(half_of(row, bf16)),), False),
+    "rounded_weight_of_the_norm": (lambda m, row: (bf16(m.weight) * normalised(row),), False),
     "normed_row_rounded_elsewhere": (lambda m, row: (m.norm(row), bf16(m.norm(row))), True),
     "half_of_the_normed_row": (lambda m, row: (bf16(m.norm(row)), half_of(m.norm(row), fp16)), True),
 }
