@@ -404,13 +404,13 @@ def test_another_process_finds_the_pieces_of_another_model_in_the_cache(tmp_path
 @pytest.mark.slow
 def test_layers_of_the_real_model_and_phases_of_its_cache_share_code(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = count_compilations(monkeypatch)
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 32)
     model = deepseek((SLIDING, SLIDING, SLIDING), iters=2, hash_layers=0)
     ids = torch.randint(0, model.config.vocab_size, (1, 13))
     arguments = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     eager = model.generate(ids, **arguments)
     model.compile(backend="dsv4")
-    assert torch.equal(model.generate(ids, **arguments), eager)
+    with torch._dynamo.config.patch(recompile_limit=32):
+        assert torch.equal(model.generate(ids, **arguments), eager)
     graphs = dsv4_compile.report().graphs
     assert all(len(graph.pieces) == 8 and not graph.notes for graph in graphs)
     prefill = keys(graphs[0])
