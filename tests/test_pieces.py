@@ -17,7 +17,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import dsv4_compile
 from dsv4_compile import assembly
-from dsv4_compile.passes import pieces
+from dsv4_compile.passes import keys as piece_keys
+from dsv4_compile.passes.extraction import Extract
 from tests.models import SLIDING, deepseek
 
 
@@ -73,7 +74,7 @@ def count_compilations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     compiled: list[int] = []
     real = assembly._compile
 
-    def counted(part: pieces.Extract, *rest: object) -> Callable[..., object]:
+    def counted(part: Extract, *rest: object) -> Callable[..., object]:
         compiled.append(len(part.module.graph.nodes))
         return real(part, *rest)
 
@@ -346,7 +347,7 @@ def test_a_failure_is_one_piece_with_a_reason(monkeypatch: pytest.MonkeyPatch) -
     def broken(*_: object) -> None:
         raise ValueError("no key today")
 
-    monkeypatch.setattr(pieces, "key_of", broken)
+    monkeypatch.setattr(piece_keys, "key_of", broken)
     _, graph = run(Stack(Block(8), Block(8)), torch.randn(5, 8))
     assert len(graph.pieces) == 1 and "no key today" in graph.notes[0]
 
