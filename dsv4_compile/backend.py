@@ -22,6 +22,7 @@ from dsv4_compile import memory, verification
 from dsv4_compile.assembly import Assembler
 from dsv4_compile.dump.writer import GraphDump, observe, recording
 from dsv4_compile.hook import HOOK, chained
+from dsv4_compile.nested import watch
 from dsv4_compile.options import DEFAULTS, Options, disabled
 from dsv4_compile.passes.mhc import MhcPass
 from dsv4_compile.passes.pipeline import Collected, GraphPass, GraphPasses, collecting
@@ -36,6 +37,8 @@ __all__ = ["StrictError", "dsv4", "graph_passes"]
 logger = logging.getLogger("dsv4_compile")
 
 _GRADIENTS = "the graph needs gradients (run the model under torch.no_grad() or torch.inference_mode())"
+watch()
+
 _MODES = ("full", "piecewise", "full_and_piecewise")
 """Values of `cudagraphs` for which graphs are cut and captured."""
 _NO_CAPTURE = "only cudagraphs='full', 'piecewise' and 'full_and_piecewise' capture"

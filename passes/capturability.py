@@ -127,10 +127,10 @@ def _named(node: Node, split_ops: Sequence[str]) -> str | None:
 
 
 def _asks_the_host(node: Node) -> str | None:
-    tags = getattr(node.target, "tags", ())
-    if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
-        return "the host waits for its result"
-    return None
+    # An index that is a mask makes a size that depends on data; graphs with such sizes are not cut at all.
+    return (
+        "the host waits for its result" if torch.Tag.data_dependent_output in getattr(node.target, "tags", ()) else None
+    )
 
 
 def _of_the_process(node: Node) -> str | None:

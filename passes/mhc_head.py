@@ -24,7 +24,7 @@ from dsv4_compile.passes.axes import TokenAxes, Unsupported
 from dsv4_compile.passes.classes import Carriers, carriers, inexact, is_wider, settled
 from dsv4_compile.passes.mhc_pre import STREAMS, OnStreams, is_inside, products, residuals
 from dsv4_compile.passes.mhc_proof import DRAWS, Case, Draw, draw_inputs
-from dsv4_compile.passes.region import Region, count, grow, is_floating, is_leaf, shape
+from dsv4_compile.passes.region import Region, are, count, grow, is_floating, is_leaf, shape
 from dsv4_compile.passes.sites import module_path
 
 __all__ = ["HeadMatch", "HeadProof", "find"]
