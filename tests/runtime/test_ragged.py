@@ -23,7 +23,7 @@ def ragged(lengths: list[int], generator: torch.Generator, pool: int = 32) -> tu
 
 def attention(q: Tensor, cache: Tensor, indices: Tensor, indptr: Tensor) -> Tensor:
     """Each row of `q` attends to the entries of the cache that its ragged row names."""
-    position = torch.arange(indices.shape[0])
+    position = torch.arange(indices.shape[0], device=indices.device)
     mine = (position >= indptr[:-1, None]) & (position < indptr[1:, None])
     scores = (q @ cache[indices].T).masked_fill(~mine, float("-inf"))
     return torch.nan_to_num(scores.softmax(-1)) @ cache[indices]
