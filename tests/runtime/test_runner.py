@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -355,3 +356,23 @@ def test_expanded_inputs_are_copied_once(recorder: FakeRecorder) -> None:
         x = torch.randn(1, 16).expand(3, 16)
         torch.testing.assert_close(run(x), model(x))
     assert graph().cudagraphs.replays == 2
+
+
+def test_the_report_says_what_is_captured_and_what_is_not(recorder: FakeRecorder) -> None:
+    run = compiled(Plain(), cudagraphs="full", capture_sizes=[4], dynamic=True)
+    for n in (4, 5, 6, 4):
+        run(torch.randn(n, 16))
+    text = str(dsv4_compile.report())
+    assert re.search(r"cuda graphs: full, (\d) of \1 pieces at 4 tokens; 2 replays", text)
+    assert "not captured at 5, 6 tokens: it is not one of capture_sizes" in text
+
+
+def test_without_cuda_graphs_the_device_is_the_reason() -> None:
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled(Plain())(torch.randn(3, 16))
+    assert "not captured: there are no CUDA graphs on cpu" in str(dsv4_compile.report())
+    assert dsv4_compile.report().effective["cudagraphs"]["value"] == "off"
+    with torch.no_grad(), pytest.raises(Exception, match="there are no CUDA graphs on cpu"):
+        compiled(Plain(), strict=True, mhc="off", projections="off")(torch.randn(3, 16))
+    torch._dynamo.reset()
