@@ -41,6 +41,8 @@ watch()
 
 _MODES = ("full", "piecewise", "full_and_piecewise")
 """Values of `cudagraphs` for which graphs are cut and captured."""
+_MOST_GRAPHS = 128
+"""To which Dynamo's limit of graphs for one function is raised, at most."""
 _NO_CAPTURE = "only cudagraphs='full', 'piecewise' and 'full_and_piecewise' capture"
 _FOR_CAPTURE = ("capture_sizes", "capture_memory", "split_ops")
 
@@ -95,6 +97,8 @@ def dsv4(
         graph.nodes = graph.nodes or size  # the passes, which count those of the functional graph, did not run
         _settle(report, graph, collected, chosen)
         memory.pack(collected, example_inputs, graph)
+        if _cuts(chosen):
+            _make_room(report)
         if dump is not None and dump.problem is not None:
             graph.notes.append(dump.problem)
         logger.info("%s", report)
@@ -131,11 +135,11 @@ def _compile(
         logger.warning("Graph %s is compiled without replacements: %s.", graph.id, _GRADIENTS)
         passes = None
     if options.compiler == "eager":
-        in_pieces = passes is not None and (options.cudagraphs in _MODES or os.environ.get("DSV4_PIECES") == "1")
+        in_pieces = passes is not None and _cuts(options)
         return _eager(gm, inputs, passes, _assembler(options, graph, None) if in_pieces else None)
     if passes is not None:
         patches = {**patches, HOOK: chained(passes, patches)}
-        if options.cudagraphs in _MODES or os.environ.get("DSV4_PIECES") == "1":
+        if _cuts(options):
             return _in_pieces(gm, inputs, options, patches, graph, dump)
     return _inductor(gm, inputs, patches, dump)
 
@@ -347,6 +351,25 @@ def _first_effective(options: Options) -> dict[str, Any]:
         effective[option] = {"value": DEFAULTS[option], "reason": reason}
         logger.warning("%s=%r has no effect: %s.", option, getattr(options, option), reason)
     return effective
+
+
+def _cuts(options: Options) -> bool:
+    """Whether graphs are compiled piece by piece."""
+    return options.cudagraphs in _MODES or os.environ.get("DSV4_PIECES") == "1"
+
+
+def _make_room(report: CompileReport) -> None:
+    """Raises Dynamo's limit of graphs for one function before it is reached: later ones share their code.
+
+    A cache that grows goes through more phases than the limit allows by default, and Dynamo would then run the model
+    uncompiled without an error.
+    """
+    from torch._dynamo import config
+
+    limit = config.recompile_limit
+    if len(report.graphs) >= limit - 1 and limit < _MOST_GRAPHS:
+        config.recompile_limit = min(4 * limit, _MOST_GRAPHS)
+        logger.info("torch._dynamo.config.recompile_limit is %d from now on, was %d.", config.recompile_limit, limit)
 
 
 def _without_effect(options: Options) -> list[tuple[str, str]]:
