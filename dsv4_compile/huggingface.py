@@ -231,7 +231,7 @@ def _padded(tensor: Tensor, size: int, fill: float) -> Tensor:
 
 
 def _attention(
-    module: torch.nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -28,7 +28,7 @@ def watch() -> None:
 
     @functools.wraps(original)
     def init(self: Any, fn: Any, obj: Any, source_fn: Any = None, **kwargs: Any) -> None:
-        source = kwargs.get("source")
+        source: Any = kwargs.get("source")
         method = source  # of which there may be one wrapper less
         wrappers = 0
         while isinstance(method, AttrSource) and method.member == _INLINE:
