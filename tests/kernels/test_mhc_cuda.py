@@ -18,7 +18,7 @@ import torch
 
 from dsv4_compile.kernels.driver import bindings, check
 from dsv4_compile.kernels.mhc import cuda, families, reference, warmup
-from dsv4_compile.kernels.mhc.cuda import ARGUMENTS, compilation, kept
+from dsv4_compile.kernels.mhc.cuda import ARGUMENTS, compilation
 from dsv4_compile.kernels.mhc.cuda.plans import (
     BUCKETS,
     DETERMINISTIC,
