@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4_compile.kernels.linear import packing, products, strategies, tuning
-from dsv4_compile.kernels.linear.strategies import Plan, Problem
+from dsv4_compile.kernels.linear import packing, products, skinny, strategies, tuning
+from dsv4_compile.kernels.linear.strategies import Operand, Plan, Problem
 from dsv4_compile.kernels.linear.tuning import LIMITS
 
 __all__ = ["composed", "fake", "run", "run_as"]
@@ -34,6 +34,7 @@ class _Group:
         self.features = tuple(weight.shape[0] for weight in weights)
         self.dtypes = tuple(weight.dtype for weight in weights)
         self.runs = _runs(weights)
+        self.aligned = all(map(skinny.is_aligned, weights))
         self.plans: dict[tuple[Any, ...], Plan] = {}
         """Plans that are chosen for good, by what the call adds."""
 
@@ -48,6 +49,7 @@ class _Group:
             tuple(streams),
             rows.dtype,
             rows.is_contiguous(),
+            self.aligned,
         )
 
 
@@ -177,7 +179,7 @@ def _choose(
 
 def _run(
     plan: Plan,
-    operands: list[list[Tensor]],
+    operands: list[list[Operand]],
     x: Tensor,
     rows: Tensor,
     weights: Sequence[Tensor],
@@ -185,7 +187,9 @@ def _run(
 ) -> list[Tensor]:
     if plan.alone:
         # What serving does in most layers, with as little on the host as can be.
-        outputs = [plan.multiply(rows, operands[0][0], None, None)]
+        operand = operands[0][0]
+        assert isinstance(operand, Tensor)
+        outputs = [plan.strategy.multiply(rows, operand, None, None)]
     else:
         tokens, columns = rows.shape
         outputs = [rows.new_empty((tokens, width), dtype=dtype) for dtype, width in plan.outputs]

@@ -33,7 +33,9 @@ ALIGNMENT = 256
 
 
 def measure(problem: Problem, counts: range, index: int) -> dict[str, float]:
-    """Microseconds of each legal way on CUDA device `index`, with the largest of `counts` that memory has room for.
+    """Microseconds of each way that is legal for all of `counts` on CUDA device `index`.
+
+    With the largest of `counts` that memory has room for.
 
     Raises:
         RuntimeError: memory is short, or torch or the driver reports an error.
@@ -58,7 +60,7 @@ def _measure(problem: Problem, counts: range, index: int) -> dict[str, float]:
             most = replays.LAUNCHES if tokens <= MANY_TOKENS else FEW_LAUNCHES
             launches = sets * max(1, most // len(sets))
             graphs = {}
-            for name in strategies.legal(problem):
+            for name in strategies.legal(problem, counts[-1]):
                 plan = strategies.plan_of(name, problem)
                 # cuBLAS allocates its workspace and loads kernels before the capture.
                 _launch(plan, sets[:1])

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dsv4_compile.kernels.linear import skinny
-from dsv4_compile.kernels.linear.skinny.plans import PLANS, Variant, fitted, tiles_of
+from dsv4_compile.kernels.linear import grouped, skinny
+from dsv4_compile.kernels.linear.skinny.plans import PLANS, Plan, Variant, fitted, tiles_of
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 
@@ -164,3 +164,37 @@ def test_results_do_not_depend_on_the_other_tokens(folder: Path) -> None:
     run(variant, folder, rows, [weight], [None], [whole])
     run(variant, folder, rows[5:6], [weight], [None], [alone])
     assert alone.equal(whole[5:6])
+
+
+def test_a_group_of_several_dtypes_gets_each_result_in_its_columns(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The way of the operator, with the launches emulated: what is not for the kernel is torch's product."""
+    launched: list[tuple[torch.dtype, int]] = []
+
+    def chosen(
+        plan: Plan, dtype: torch.dtype, tokens: int, features: tuple[int, ...], columns: int, _: object
+    ) -> Variant | None:
+        counts = [count for count in features if count]
+        return fitted(plan, skinny.TYPES[dtype], tokens, counts, columns, 90, 6)
+
+    def launch(variant: Variant, _: object, rows: Tensor, weights: list[Tensor], *rest: list[Tensor]) -> None:
+        launched.append((rows.dtype, len(weights)))
+        run(variant, folder, rows, weights, *rest)
+
+    for name, instead in {
+        "_refusal": lambda *_: None,
+        "_unavailable": lambda: None,
+        "_chosen": chosen,
+        "_kernel": lambda variant, _: variant,
+        "_launch": launch,
+    }.items():
+        monkeypatch.setattr(skinny, name, instead)
+    dtypes = (BF16, F32, BF16, F16, BF16, F32)
+    weights = [torch.randn(count, 136).to(dtype) for count, dtype in zip((20, 3, 0, 17, 9, 4), dtypes, strict=True)]
+    biases = [torch.randn(weight.shape[0]).to(weight.dtype) if i % 2 == 0 else None for i, weight in enumerate(weights)]
+    x = torch.randn(2, 3, 136).to(BF16)
+    outputs = grouped.run_as("skinny: whole", x, weights, biases, [0] * 6)
+    expected = grouped.run_as("serial", x, weights, biases, [0] * 6)
+    torch.testing.assert_close(outputs, expected, rtol=1e-2, atol=1e-2)
+    assert launched == [(BF16, 3), (F16, 1)]

@@ -51,7 +51,7 @@ from dsv4_compile.kernels.linear.skinny.plans import (
 if TYPE_CHECKING:
     from dsv4_compile.kernels.linear.strategies import Problem
 
-__all__ = ["ARGUMENTS", "PLANS", "SOURCE", "TYPES", "multiply", "pack_arguments", "serves", "takes"]
+__all__ = ["ARGUMENTS", "PLANS", "SOURCE", "TYPES", "is_aligned", "multiply", "pack_arguments", "serves", "takes"]
 
 SOURCE = Path(__file__).parent / "skinny.cu"
 TYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
