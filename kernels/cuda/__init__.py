@@ -1,1 +1,1 @@
-"""What kernels in CUDA C++ share: machine code from NVRTC, launches, and memory that launches leave as they found it."""
+"""What kernels in CUDA C++ share: machine code from NVRTC, launches, memory that launches leave as they found it."""

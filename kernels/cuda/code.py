@@ -70,7 +70,7 @@ def _compiled(files: Mapping[str, bytes], options: list[str]) -> bytes:
 
 
 def loaded(code: bytes, entry: str, shared_bytes: int) -> Any:
-    """The handle of kernel `entry` in the current context, which may ask for `shared_bytes` of dynamic shared memory."""
+    """The handle of kernel `entry` in the current context, with up to `shared_bytes` of dynamic shared memory."""
     driver, _ = bindings()
     library = check(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
     handle = check(driver.cuLibraryGetKernel(library, entry.encode()))

@@ -37,8 +37,8 @@ MARGIN = 1.02
 Multiply = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 """`[N, M]` of rows `[N, K]`, transposed weight `[K, M]`, bias `[M]` and where to write it, as `products.multiply`."""
 
-Gather = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor | None], Sequence[Tensor]], None]
-"""Fills outputs `[N, M_i]` from rows `[N, K]`, weights `[M_i, K]` and biases `[M_i]`, as `skinny.multiply`."""
+Gather = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor | None], Tensor], None]
+"""Fills `[N, sum M_i]` from rows `[N, K]`, weights `[M_i, K]` and biases `[M_i]`, as `skinny.multiply`."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Problem:
 
     `features` are the M_i of weights `[M_i, columns]`. `runs` are the members of each run of weights that lie one
     behind the other. `streams` are the stream of each weight, all 0 where nothing may leave the current stream. `x` is
-    the dtype of the input, and `contiguous` whether its rows are. `aligned`: every row of every weight is contiguous and
-    begins at a multiple of 16 bytes.
+    the dtype of the input, and `contiguous` whether its rows are. `aligned`: every row of every weight is contiguous
+    and begins at a multiple of 16 bytes.
     """
 
     card: Card
@@ -318,8 +318,7 @@ def _task(
         output = output[:, product.start : product.stop]
     if isinstance(operand, list):
         assert strategy.gather is not None
-        parts = output.split([weight.shape[0] for weight in operand], dim=1)
-        return functools.partial(strategy.gather, cast, operand, [biases[i] for i in members], parts)
+        return functools.partial(strategy.gather, cast, operand, [biases[i] for i in members], output)
     bias = biases[members[0]]
     if len(members) > 1:
         bias = products.joined([biases[i] for i in members], [weights[i] for i in members])

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dsv4_compile.kernels.choice import replays
 from dsv4_compile.kernels.driver import bindings, check
-from dsv4_compile.kernels.linear import strategies
+from dsv4_compile.kernels.linear import skinny, strategies
 from dsv4_compile.kernels.linear.strategies import Plan, Problem
 
 __all__ = ["measure"]
@@ -45,6 +45,7 @@ def measure(problem: Problem, counts: range, index: int) -> dict[str, float]:
 
 
 def _measure(problem: Problem, counts: range, index: int) -> dict[str, float]:
+    skinny.prepare(problem, counts[-1], torch.cuda.get_device_capability(index))
     with torch.no_grad(), torch.cuda.device(index), contextlib.ExitStack() as stack:
         torch.cuda.current_stream(index).synchronize()  # makes the device's context current in this thread
         replays.beside_captures(stack)

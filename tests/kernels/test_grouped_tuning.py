@@ -160,7 +160,10 @@ def test_a_group_with_one_way_only_is_not_measured(timer: Timer) -> None:
 
 def test_above_the_threshold_ways_with_streams_are_neither_measured_nor_taken(timer: Timer) -> None:
     assert [way(tokens, max_tokens=100) for tokens in (99, 100, 101)] == ["pack+streams", "pack+streams", "pack"]
-    assert [strategies.legal(problem, counts[-1]) for problem, counts in timer.calls] == [tuple(timer.times), ("serial", "pack")]
+    assert [strategies.legal(problem, counts[-1]) for problem, counts in timer.calls] == [
+        tuple(timer.times),
+        ("serial", "pack"),
+    ]
     assert way(1, max_tokens=0) == "pack"
 
 

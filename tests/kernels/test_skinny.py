@@ -162,7 +162,7 @@ def test_not_served_where_nvrtc_is_missing(monkeypatch: pytest.MonkeyPatch) -> N
     skinny._bindings_missing.cache_clear()
     monkeypatch.setattr(skinny, "bindings", missing)
     assert not ways(problem())
-    assert "ModuleNotFoundError" in (skinny._unavailable() or "")
+    assert "ModuleNotFoundError" in (skinny.unavailable() or "")
     skinny._bindings_missing.cache_clear()
 
 
@@ -252,7 +252,7 @@ def called(
 def runs_here() -> Iterator[None]:
     """Torch does not stand in for the kernel."""
     yield
-    assert skinny._unavailable() is None
+    assert skinny.unavailable() is None
 
 
 def plans_for(tokens: int, features: Sequence[int], columns: int) -> dict[str, Plan]:
@@ -422,4 +422,6 @@ def test_the_operator_may_choose_it(packed: bool, monkeypatch: pytest.MonkeyPatc
             (output,) = grouped.run_as(name, rows, weights, [None] * 7, [0] * 7)
         assert_no_farther_than_torch(rows, weights, output.split(FLASH, 1))
     (entry,) = linear.choices()
-    assert set(plans_for(8, FLASH, 4096)) == {name.removeprefix("skinny: ") for name in entry["microseconds"]} & set(PLANS)
+    assert set(plans_for(8, FLASH, 4096)) == {name.removeprefix("skinny: ") for name in entry["microseconds"]} & set(
+        PLANS
+    )

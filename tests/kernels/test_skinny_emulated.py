@@ -1,4 +1,4 @@
-"""The skinny product's kernel compiled for the CPU: every thread, copy and tensor-core instruction, one after the other.
+"""The skinny product's kernel compiled for the CPU: its threads, copies and tensor-core instructions, in turn.
 
 `emulated.h` is written after the PTX manual. A launch there has to be right whatever the order of blocks, and whether
 copies arrive at once or as late as its waits allow; a thread that waits for ever is a failure, and so is shared memory
@@ -14,6 +14,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -178,13 +179,13 @@ def test_a_group_of_several_dtypes_gets_each_result_in_its_columns(
         counts = [count for count in features if count]
         return fitted(plan, skinny.TYPES[dtype], tokens, counts, columns, 90, 6)
 
-    def launch(variant: Variant, _: object, rows: Tensor, weights: list[Tensor], *rest: list[Tensor]) -> None:
+    def launch(variant: Variant, _: object, rows: Tensor, weights: list[Tensor], *rest: Any) -> None:
         launched.append((rows.dtype, len(weights)))
         run(variant, folder, rows, weights, *rest)
 
     for name, instead in {
         "_refusal": lambda *_: None,
-        "_unavailable": lambda: None,
+        "unavailable": lambda: None,
         "_chosen": chosen,
         "_kernel": lambda variant, _: variant,
         "_launch": launch,

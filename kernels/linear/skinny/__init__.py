@@ -6,10 +6,10 @@ Such a product takes as long as its weights take to come from memory, so everyth
 
 - The rows of all weights are cut into tiles of 16, and groups of tiles and parts of the columns are dealt out so that
   every block has the same work and all blocks run at once (`plans.fitted`).
-- A block keeps several stages of columns under way from memory to shared memory (`cp.async`), of its rows of the weights
-  and of the tokens; tensor cores multiply what has arrived: 16 rows of weights by 8 tokens at a time.
-- Blocks that share their rows add up through each other's shared memory, if they are a cluster, else the last of them to
-  finish adds up what all have written. Nobody waits for a block that may not be running.
+- A block keeps several stages of columns under way from memory to shared memory (`cp.async`), of its rows of the
+  weights and of the tokens; tensor cores multiply what has arrived: 16 rows of weights by 8 tokens at a time.
+- Blocks that share their rows add up through each other's shared memory, if they are a cluster, else the last of them
+  to finish adds up what all have written. Nobody waits for a block that may not be running.
 - The next launch begins while the one before ends: what is weights is brought into L2 by then, and read when all that
   was to write them has ended.
 
@@ -21,9 +21,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import struct
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,9 +51,21 @@ from dsv4_compile.kernels.linear.skinny.plans import (
 )
 
 if TYPE_CHECKING:
-    from dsv4_compile.kernels.linear.strategies import Problem
+    from dsv4_compile.kernels.linear.strategies import Card, Problem
 
-__all__ = ["ARGUMENTS", "PLANS", "SOURCE", "TYPES", "is_aligned", "multiply", "pack_arguments", "serves", "takes"]
+__all__ = [
+    "ARGUMENTS",
+    "PLANS",
+    "SOURCE",
+    "TYPES",
+    "is_aligned",
+    "multiply",
+    "pack_arguments",
+    "prepare",
+    "serves",
+    "takes",
+    "unavailable",
+]
 
 SOURCE = Path(__file__).parent / "skinny.cu"
 TYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -68,29 +82,51 @@ def takes(dtype: torch.dtype) -> bool:
 
 def serves(plan: Plan, problem: Problem, tokens: float) -> bool:
     """Whether `plan` can run `problem` with up to `tokens` rows: the members whose dtype it `takes`, in one launch."""
-    return bool(problem.card.capability) and _unavailable() is None and _can(plan, problem, tokens)
+    return bool(problem.card.capability) and unavailable() is None and _can(plan, problem, tokens)
 
 
 @functools.lru_cache(maxsize=4096)
 def _can(plan: Plan, problem: Problem, tokens: float) -> bool:
     if not problem.aligned or problem.columns % 8:
         return False
-    features = {
-        dtype: [count for count, its in zip(problem.features, problem.dtypes, strict=True) if its == dtype and count]
-        for dtype in problem.dtypes
-        if takes(dtype)
-    }
-    return any(features.values()) and all(
-        len(counts) <= MOST_LINEARS and _variant(plan, dtype, tokens, tuple(counts), problem.columns, problem.card)
-        for dtype, counts in features.items()
-        if counts
-    )
+    needed = _variants(plan, problem, tokens)
+    return bool(needed) and None not in needed
+
+
+def _variants(plan: Plan, problem: Problem, tokens: float) -> list[Variant | None]:
+    """The kernel for the weights of each dtype, or None where there is none."""
+    found = []
+    for dtype in filter(takes, dict.fromkeys(problem.dtypes)):
+        counts = [count for count, its in zip(problem.features, problem.dtypes, strict=True) if its == dtype and count]
+        if counts:
+            fits = len(counts) <= MOST_LINEARS
+            found.append(_variant(plan, dtype, tokens, tuple(counts), problem.columns, problem.card) if fits else None)
+    return found
 
 
 def _variant(
-    plan: Plan, dtype: torch.dtype, tokens: float, features: tuple[int, ...], columns: int, card: Any
+    plan: Plan, dtype: torch.dtype, tokens: float, features: tuple[int, ...], columns: int, card: Card
 ) -> Variant | None:
     return fitted(plan, TYPES[dtype], tokens, features, columns, card.capability, card.multiprocessors)
+
+
+def prepare(problem: Problem, tokens: float, capability: tuple[int, int]) -> None:
+    """Compiles every kernel that a measurement of `problem` needs, several at once. Failures show when they are used."""
+    wanted = [
+        variant
+        for plan in PLANS.values()
+        if serves(plan, problem, tokens)
+        for variant in _variants(plan, problem, tokens)
+    ]
+
+    def attempt(variant: Variant | None) -> None:
+        if variant is not None:
+            with contextlib.suppress(Exception):
+                machine_code("skinny", sources(), variant.macros, capability)
+
+    if wanted:
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            list(pool.map(attempt, dict.fromkeys(wanted)))
 
 
 # What the family was found to be unable to do here, as a sentence.
@@ -108,13 +144,17 @@ def _bindings_missing() -> str | None:
     return None
 
 
-def _unavailable() -> str | None:
+def unavailable() -> str | None:
     """Why nothing runs here, or None."""
     return _broken[0] if _broken else _bindings_missing()
 
 
 def multiply(
-    plan: Plan, rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], outputs: Sequence[Tensor]
+    plan: Plan,
+    rows: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    outputs: Tensor | Sequence[Tensor],
 ) -> None:
     """`outputs[i][N, M_i] = rows[N, K] @ weights[i][M_i, K]^T + biases[i]`, in one launch where that is possible.
 
@@ -122,21 +162,24 @@ def multiply(
         rows: of the dtype of the weights, any strides.
         weights: of one dtype, which is one of `TYPES`; contiguous by rows at addresses that are multiples of 16 bytes.
         biases: `[M_i]` in the dtype of the weights, or None.
-        outputs: of the dtype of the weights or float32, contiguous by rows. They may be columns of a wider matrix.
+        outputs: of the dtype of the weights or float32, contiguous by rows. They may be columns of a wider matrix. Or
+            one matrix `[N, sum M_i]`, in which they lie side by side: that costs the host less.
     """
     tokens, columns = rows.shape
     if tokens == 0 or not any(weight.shape[0] for weight in weights):
         return
-    reason = _refusal(rows, weights, outputs)
+    reason = _refusal(rows, weights, [outputs] if isinstance(outputs, Tensor) else outputs)
     index = rows.device.index
     if reason is None:
         variant = _chosen(plan, rows.dtype, tokens, tuple(weight.shape[0] for weight in weights), columns, index)
         function = None if variant is None else _kernel(variant, index)
-        reason = _unavailable() if function is None else None
+        reason = unavailable() if function is None else None
         if variant is not None and function is not None:
             _launch(variant, function, rows, weights, biases, outputs)
             return
     warn(f"The skinny product is made by torch: {reason or 'no plan fits these shapes on this card'}")
+    if isinstance(outputs, Tensor):
+        outputs = outputs.split([weight.shape[0] for weight in weights], dim=1)
     for weight, bias, output in zip(weights, biases, outputs, strict=True):
         if output.dtype == weight.dtype:
             products.multiply(rows, weight.t(), bias, output)
@@ -152,10 +195,11 @@ def _refusal(rows: Tensor, weights: Sequence[Tensor], outputs: Sequence[Tensor])
         return f"it runs on CUDA and the tensors are on {rows.device.type}"
     if rows.dtype not in TYPES or rows.shape[1] % 8 or rows.shape[0] > MOST_TOKENS or len(weights) > MOST_LINEARS:
         return f"it is not written for {len(weights)} weights of {rows.dtype} and an input {list(rows.shape)}"
-    for weight, output in zip(weights, outputs, strict=True):
+    for weight in weights:
         if weight.dtype != rows.dtype or not is_aligned(weight):
             return "a weight is of another dtype, not contiguous by rows or does not begin at a multiple of 16 bytes"
-        if output.dtype not in (weight.dtype, torch.float32) or (output.stride(1) != 1 and output.shape[1] > 1):
+    for output in outputs:
+        if output.dtype not in (rows.dtype, torch.float32) or (output.stride(1) != 1 and output.shape[1] > 1):
             return "an output is of another dtype or not contiguous by rows"
     return None
 
@@ -196,7 +240,7 @@ def _kernel(variant: Variant, device: int) -> Any:
     """The handle to launch `variant` on CUDA device number `device`, or None where there can be none."""
     key = variant, device
     known = _kernels.get(key)
-    if known is not None or _unavailable() is not None:
+    if known is not None or unavailable() is not None:
         return known
     with _lock, contextlib.ExitStack() as stack:
         known = _kernels.get(key)
@@ -218,7 +262,7 @@ def _launch(
     rows: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
-    outputs: Sequence[Tensor],
+    outputs: Tensor | Sequence[Tensor],
 ) -> None:
     if not is_aligned(rows):
         rows = rows.clone(memory_format=torch.contiguous_format)
@@ -241,22 +285,30 @@ def pack_arguments(
     rows: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
-    outputs: Sequence[Tensor],
+    outputs: Tensor | Sequence[Tensor],
     workspace: int,
     counters: int,
 ) -> bytes:
     """`struct Arguments` for these tensors; see `multiply`. Weights without rows are left out."""
     values: list[int] = []
     tiles = count = 0
-    for weight, bias, output in zip(weights, biases, outputs, strict=True):
+    together = isinstance(outputs, Tensor)
+    one = outputs if isinstance(outputs, Tensor) else outputs[0]
+    place, stride, size = one.data_ptr(), one.stride(0), one.element_size()
+    wide = one.dtype is not rows.dtype
+    for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
         features = weight.shape[0]
+        if not together:
+            one = outputs[i]
+            place, stride, wide = one.data_ptr(), one.stride(0), one.dtype is not rows.dtype
         if features:
             values += (
-                weight.data_ptr(), 0 if bias is None else bias.data_ptr(), output.data_ptr(), weight.stride(0),
-                output.stride(0), features, tiles, output.dtype is not weight.dtype,
+                weight.data_ptr(), 0 if bias is None else bias.data_ptr(), place, weight.stride(0), stride, features,
+                tiles, wide,
             )  # fmt: skip
             tiles += -(-features // 16)
             count += 1
+        place += size * features
     values += _NOWHERE * (MOST_LINEARS - count)
     tokens, columns = rows.shape
     return ARGUMENTS.pack(*values, rows.data_ptr(), rows.stride(0), workspace, counters, tokens, columns, tiles)
