@@ -111,7 +111,7 @@ def _variant(
 
 
 def prepare(problem: Problem, tokens: float, capability: tuple[int, int]) -> None:
-    """Compiles every kernel that a measurement of `problem` needs, several at once. Failures show when they are used."""
+    """Compiles every kernel that a measurement of `problem` needs, several at once. Failures show in use."""
     wanted = [
         variant
         for plan in PLANS.values()
