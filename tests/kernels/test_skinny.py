@@ -95,7 +95,7 @@ def test_every_kernel_fits_a_card(capability: int, multiprocessors: int) -> None
     assert found
     for variant in found:
         assert variant.shared_bytes <= of_block
-        assert variant.plan.blocks * (variant.shared_bytes + plans.SYSTEM_BYTES) <= whole
+        assert variant.plan.fitting * (variant.shared_bytes + plans.SYSTEM_BYTES) <= whole
         assert variant.shared_bytes >= variant.stages * variant.stage_bytes and variant.stages >= 3
         assert variant.plan.columns % (16 * WARPS // variant.row_warps) == 0
         assert capability >= 90 or not variant.plan.cluster
@@ -221,7 +221,7 @@ def test_every_plan_compiles_and_spills_nothing(
     for variant, text in zip(found, texts, strict=True):
         assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in text, (variant, text)
         registers = int(re.search(r"Used (\d+) registers", text).group(1))
-        assert registers * 32 * WARPS * variant.plan.blocks <= 65536
+        assert registers * 32 * WARPS * variant.plan.fitting <= 65536
 
 
 # --------------------------------------------------------------------------------------------------------- on a GPU

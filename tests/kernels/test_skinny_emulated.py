@@ -115,7 +115,7 @@ def check(
 EIGHT = (40, 17, 1, 16, 9, 33, 5, 24)
 CASES = [
     ("whole", 6, "bf16", 8, (1, 7, 8)),
-    ("whole, two", 4, "f16", 16, (9, 16)),
+    ("whole, early", 6, "f16", 16, (9, 16)),
     ("pairs", 6, "bf16", 8, (1, 8)),
     ("pairs", 6, "f16", 64, (33, 64)),
     ("pairs, two", 4, "bf16", 32, (31, 32)),
@@ -146,14 +146,19 @@ FLASH = (1024, 512, 1024, 1024, 256, 256, 64)
 PRO = (1536, *FLASH[1:])
 
 
-@pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize(("features", "columns", "tokens"), [(FLASH, 4096, 64), (PRO, 7168, 16)], ids=["flash", "pro"])
+@pytest.mark.parametrize(
+    ("name", "features", "columns", "tokens"),
+    [(name, FLASH, 4096, 64) for name in PLANS]
+    + [(name, PRO, 7168, 16) for name in ("whole", "pairs, early", "parts")],
+)
 def test_the_kernels_for_the_models_are_right(
-    features: tuple[int, ...], columns: int, tokens: int, name: str, folder: Path
+    name: str, features: tuple[int, ...], columns: int, tokens: int, folder: Path
 ) -> None:
     """As they are compiled for an H100, on fewer rows and columns: parts of the columns have none."""
     variant = fitted(PLANS[name], "bf16", tokens, features, columns, 90, 132)
-    assert variant is not None
+    if variant is None:
+        assert PLANS[name].early  # has too little shared memory
+        return
     check(variant, folder, tokens - 1, (variant.rows, 3), 3 * variant.plan.columns + 8, late=variant.tiles % 2 == 0)
 
 

@@ -14,7 +14,8 @@ MOST_TOKENS = 64
 MOST_LINEARS = 8  # as in skinny.cuh
 TOKENS = (8, 16, 32, 64)
 """Tokens that a kernel is compiled for; fewer are a call of the next one."""
-MOST_STAGES, FEWEST_STAGES, MOST_AHEAD = 16, 3, 8
+MOST_STAGES, FEWEST_STAGES = 16, 3
+AHEAD_BYTES = 192 << 10  # of weights that an early block prefetches, at most: together half of the L2 of an H100
 # Shared memory by compute capability: of a multiprocessor, and of one block at most. A block takes 1 KiB more.
 SHARED_BYTES = {
     80: (167_936, 166_912),
@@ -43,21 +44,29 @@ class Plan:
 
     columns: of the weights, of a stage in shared memory. splits: what may be the number of blocks that share the
     columns of their rows. cluster: these are a cluster and add up through each other's shared memory; else the last of
-    them adds up what all have written. blocks: that are on a multiprocessor together.
+    them adds up what all have written. blocks: of a launch that are on a multiprocessor together. early: the blocks of
+    the next launch fit beside them, so that its weights are on their way to L2 when this one ends.
     """
 
     columns: int
     splits: tuple[int, ...]
     cluster: bool = False
     blocks: int = 1
+    early: bool = False
+
+    @property
+    def fitting(self) -> int:
+        """Blocks that fit on a multiprocessor."""
+        return self.blocks * (1 + self.early)
 
 
 # With more splits a block has more rows, so that the input is read less often; with fewer there is less to add up.
 # Clusters are small, because those of a size that does not divide the multiprocessors of a GPC leave some of them idle.
 PLANS: dict[str, Plan] = {
     "whole": Plan(columns=256, splits=(1,)),
-    "whole, two": Plan(columns=128, splits=(1,), blocks=2),
+    "whole, early": Plan(columns=256, splits=(1,), early=True),
     "pairs": Plan(columns=128, splits=(2,), cluster=True),
+    "pairs, early": Plan(columns=128, splits=(2,), cluster=True, early=True),
     "pairs, two": Plan(columns=128, splits=(2,), cluster=True, blocks=2),
     "fours": Plan(columns=64, splits=(3, 4), cluster=True),
     "fours, two": Plan(columns=64, splits=(4,), cluster=True, blocks=2),
@@ -97,7 +106,7 @@ class Variant:
             "TILES": self.tiles,
             "COLUMNS": self.plan.columns,
             "STAGES": self.stages,
-            "BLOCKS": self.plan.blocks,
+            "BLOCKS": self.plan.fitting,
             "SPLITS": self.splits,
             "CLUSTER": int(self.plan.cluster),
             "AHEAD": self.ahead,
@@ -165,7 +174,7 @@ def fitted(
     if not 0 < tokens <= MOST_TOKENS or capability not in SHARED_BYTES or (plan.cluster and capability < CLUSTERS):
         return None
     whole, of_block = SHARED_BYTES[capability]
-    room = min(of_block, whole // plan.blocks - SYSTEM_BYTES)
+    room = min(of_block, whole // plan.fitting - SYSTEM_BYTES)
     padded = next(count for count in TOKENS if tokens <= count)
     found = []
     for splits, row_warps in itertools.product(plan.splits, (1, 2, 4)):
@@ -179,7 +188,8 @@ def fitted(
     best = min(found, key=lambda variant: (variant.cost(columns), -variant.row_warps))
     most = math.ceil(-(-columns // plan.columns) / best.splits) + 1
     stages = min(room // best.stage_bytes, max(most, FEWEST_STAGES), MOST_STAGES)
-    return dataclasses.replace(best, stages=stages, ahead=min(stages, MOST_AHEAD))
+    ahead = AHEAD_BYTES // plan.blocks // (2 * plan.columns * best.rows) if plan.early else 0
+    return dataclasses.replace(best, stages=stages, ahead=max(ahead, stages - 1))
 
 
 def _is_possible(variant: Variant, columns: int, room: int) -> bool:
@@ -188,7 +198,7 @@ def _is_possible(variant: Variant, columns: int, room: int) -> bool:
     return (
         plan.columns % (16 * WARPS // variant.row_warps) == 0
         and -(-columns // plan.columns) >= variant.splits
-        and registers <= 128 // plan.blocks
+        and registers <= 128 // plan.fitting
         and FEWEST_STAGES * variant.stage_bytes <= room
         and variant.sum_bytes <= room
     )

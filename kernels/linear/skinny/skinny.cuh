@@ -57,6 +57,30 @@ __device__ __forceinline__ int linear_of(const Arguments& a, int tile) {
     return found;
 }
 
+// A row of a group: where it is in memory (or where some row is, if it does not exist).
+struct Row {
+    const TYPE* at;
+    bool exists;
+};
+
+__device__ __forceinline__ Row row_of(const Arguments& a, int group, int row) {
+    const int tile = group * BLOCK_TILES + row / 16;
+    const Linear& of = a.linears[linear_of(a, tile)];
+    const int in_linear = (tile - of.first_tile) * 16 + row % 16;
+    const bool exists = row < ROWS && tile < a.tiles && in_linear < of.rows;
+    return {of.weight + (exists ? in_linear * of.weight_stride : 0), exists};
+}
+
+// Brings the first weights of a block into L2, the first stage first.
+__device__ __forceinline__ void bring_ahead(const Arguments& a, int group, int first, int end) {
+    const int stages = min(AHEAD, end - first);
+    for (int i = threadIdx.x; i < stages * ROWS; i += THREADS) {
+        const int column = (first + i / ROWS) * COLUMNS;
+        const Row row = row_of(a, group, i % ROWS);
+        if (row.exists) bring_near(row.at + column, 2 * min(COLUMNS, a.columns - column));
+    }
+}
+
 // What a thread copies: 16 bytes of each of some rows of a stage, `chunk` of each.
 struct Copies {
     const TYPE* weight[WEIGHT_COPIES];
@@ -72,12 +96,9 @@ __device__ __forceinline__ Copies copies_of(const Arguments& a, int group) {
     c.live = 0;
 #pragma unroll
     for (int i = 0; i < WEIGHT_COPIES; i++) {
-        const int row = c.row + i * ROWS_AT_ONCE, tile = group * BLOCK_TILES + row / 16;
-        const Linear& of = a.linears[linear_of(a, tile)];
-        const int in_linear = (tile - of.first_tile) * 16 + row % 16;
-        const bool exists = row < ROWS && tile < a.tiles && in_linear < of.rows;
-        c.weight[i] = of.weight + (exists ? in_linear * of.weight_stride : 0);
-        c.live |= (u32)exists << i;
+        const Row row = row_of(a, group, c.row + i * ROWS_AT_ONCE);
+        c.weight[i] = row.at;
+        c.live |= (u32)row.exists << i;
     }
     c.token = a.x + c.row * a.x_stride;
     c.to = address_of(shared_memory()) + c.row * ROW_BYTES + (c.chunk ^ c.row % 8) * 16;
@@ -234,15 +255,8 @@ __device__ __forceinline__ void run(const Arguments& a) {
     const int warp = threadIdx.x / 32, row_warp = warp % ROW_WARPS, column_warp = warp / ROW_WARPS;
     const int stages = (a.columns + COLUMNS - 1) / COLUMNS;
     const int first = stages * split / SPLITS, end = stages * (split + 1) / SPLITS;
+    bring_ahead(a, group, first, end);
     const Copies c = copies_of(a, group);
-    if constexpr (AHEAD > 0) {
-        const int from = first * COLUMNS, wanted = min(AHEAD, end - first) * COLUMNS;
-        const int bytes = 2 * min(wanted, a.columns - from);
-#pragma unroll
-        for (int i = 0; i < WEIGHT_COPIES; i++) {
-            if (c.chunk == 0 && (c.live >> i & 1) && bytes > 0) bring_near(c.weight[i] + from, bytes);
-        }
-    }
     wait_for_inputs();
 
 #pragma unroll
