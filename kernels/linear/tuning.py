@@ -1,8 +1,9 @@
 """Which way linear layers of one input run, for each problem and bucket of token counts: measured, kept, or a default.
 
-The first call in a bucket times every way that is right, which takes a fraction of a second (up to 64 tokens some
-seconds, for compiling), unless it was done before on such a card with these versions. `choice/chooser.py` says when nothing is timed: `strategies.default` serves then. A
-search that failed is made again later; one that cannot be kept on disk counts for this process.
+The first call in a bucket times every way that is right, unless it was done before on such a card with these versions.
+That takes a fraction of a second, and up to 64 tokens some seconds for compiling. `choice/chooser.py` says when nothing
+is timed: `strategies.default` serves then. A search that failed is made again later; one that cannot be kept on disk
+counts for this process.
 """
 
 from __future__ import annotations
