@@ -98,9 +98,15 @@ def run_as(
     biases: list[Tensor | None],
     streams: list[int],
 ) -> list[Tensor]:
-    """The operator with the way `name` of `strategies.STRATEGIES`. For measurements and tests."""
+    """The operator with the way `name` of `strategies.STRATEGIES`. For measurements and tests.
+
+    Raises:
+        RuntimeError: the weights do not lie as the way needs them to.
+    """
     rows = products.rows_of(x)
     problem = _Group(weights).problem(rows, biases, streams, True)
+    if strategies.STRATEGIES[name].gather is not None and not problem.aligned:
+        raise RuntimeError(f"{name} needs weights of which every row is contiguous and begins at 16 bytes.")
     plan = strategies.plan_of(name, problem)
     return _run(plan, plan.operands(weights), x, rows, weights, biases)
 

@@ -103,7 +103,7 @@ STRATEGIES: dict[str, Strategy] = {
     "pack+streams": Strategy(packed=True, forks=True),
     **{
         f"skinny: {name}": Strategy(
-            gather=functools.partial(skinny.multiply, plan), serves=functools.partial(skinny.serves, plan)
+            gather=functools.partial(skinny.multiply, plan, known=True), serves=functools.partial(skinny.serves, plan)
         )
         for name, plan in skinny.PLANS.items()
     },

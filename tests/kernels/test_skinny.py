@@ -187,6 +187,12 @@ def test_on_a_cpu_torch_makes_the_same_product_and_says_so(caplog: pytest.LogCap
     assert any("runs on CUDA" in record.message for record in caplog.records)
 
 
+def test_weights_that_are_not_aligned_are_never_given_to_the_kernel() -> None:
+    x, weight = torch.zeros(2, 64, dtype=BF16), torch.zeros(64, 3, dtype=BF16).t()
+    with pytest.raises(RuntimeError, match="contiguous and begins at 16 bytes"):
+        grouped.run_as(SKINNY[0], x, [weight], [None], [0])
+
+
 def test_whether_rows_are_aligned() -> None:
     whole = torch.zeros(4, 64, dtype=BF16)
     for fine in (whole, whole[1:], whole[:, 8:40], whole[:0], torch.zeros(1, 24, dtype=BF16), whole[:1].expand(4, 64)):

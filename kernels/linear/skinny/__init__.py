@@ -155,6 +155,7 @@ def multiply(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     outputs: Tensor | Sequence[Tensor],
+    known: bool = False,
 ) -> None:
     """`outputs[i][N, M_i] = rows[N, K] @ weights[i][M_i, K]^T + biases[i]`, in one launch where that is possible.
 
@@ -164,22 +165,30 @@ def multiply(
         biases: `[M_i]` in the dtype of the weights, or None.
         outputs: of the dtype of the weights or float32, contiguous by rows. They may be columns of a wider matrix. Or
             one matrix `[N, sum M_i]`, in which they lie side by side: that costs the host less.
+        known: the weights are as they must be, which need not be looked at again (`Problem.aligned`).
     """
     tokens, columns = rows.shape
-    if tokens == 0 or not any(weight.shape[0] for weight in weights):
+    features = tuple(weight.shape[0] for weight in weights)
+    count = len(features) - features.count(0)
+    if tokens == 0 or count == 0:
         return
-    reason = _refusal(rows, weights, [outputs] if isinstance(outputs, Tensor) else outputs)
-    index = rows.device.index
+    parts = [outputs] if isinstance(outputs, Tensor) else outputs
+    reason = _refusal(rows, count, [] if known else weights, parts)
     if reason is None:
-        variant = _chosen(plan, rows.dtype, tokens, tuple(weight.shape[0] for weight in weights), columns, index)
+        index = rows.device.index
+        variant = _chosen(plan, rows.dtype, tokens, features, columns, index)
         function = None if variant is None else _kernel(variant, index)
-        reason = unavailable() if function is None else None
         if variant is not None and function is not None:
             _launch(variant, function, rows, weights, biases, outputs)
             return
+        reason = unavailable()
     warn(f"The skinny product is made by torch: {reason or 'no plan fits these shapes on this card'}")
-    if isinstance(outputs, Tensor):
-        outputs = outputs.split([weight.shape[0] for weight in weights], dim=1)
+    _by_torch(rows, weights, biases, outputs.split(features, dim=1) if isinstance(outputs, Tensor) else outputs)
+
+
+def _by_torch(
+    rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], outputs: Sequence[Tensor]
+) -> None:
     for weight, bias, output in zip(weights, biases, outputs, strict=True):
         if output.dtype == weight.dtype:
             products.multiply(rows, weight.t(), bias, output)
@@ -189,12 +198,12 @@ def multiply(
                 output.add_(bias)
 
 
-def _refusal(rows: Tensor, weights: Sequence[Tensor], outputs: Sequence[Tensor]) -> str | None:
-    """Why the kernel must not be given these tensors, or None."""
+def _refusal(rows: Tensor, count: int, weights: Sequence[Tensor], outputs: Sequence[Tensor]) -> str | None:
+    """Why the kernel must not be given these tensors (`count` weights that have rows), or None."""
     if not rows.is_cuda:
         return f"it runs on CUDA and the tensors are on {rows.device.type}"
-    if rows.dtype not in TYPES or rows.shape[1] % 8 or rows.shape[0] > MOST_TOKENS or len(weights) > MOST_LINEARS:
-        return f"it is not written for {len(weights)} weights of {rows.dtype} and an input {list(rows.shape)}"
+    if rows.dtype not in TYPES or rows.shape[1] % 8 or rows.shape[0] > MOST_TOKENS or count > MOST_LINEARS:
+        return f"it is not written for {count} weights of {rows.dtype} and an input {list(rows.shape)}"
     for weight in weights:
         if weight.dtype != rows.dtype or not is_aligned(weight):
             return "a weight is of another dtype, not contiguous by rows or does not begin at a multiple of 16 bytes"
