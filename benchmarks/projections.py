@@ -1,6 +1,6 @@
 """Projections that read one activation, as DeepSeek-V4 and Qwen3-Next have them: every way to run them, side by side.
 
-    PYTHONPATH=. python benchmarks/projections.py                        # all tables, on a GPU; about two minutes
+    PYTHONPATH=. python benchmarks/projections.py                        # all tables, on a GPU; a few minutes
     PYTHONPATH=. python benchmarks/projections.py --tables flash --tokens 1,64
     PYTHONPATH=. python benchmarks/projections.py --tiny                 # on a CPU: does it run
 
