@@ -31,7 +31,7 @@ _COLLECTIVES = ("_c10d_functional", "c10d_functional", "c10d", "symm_mem")
 
 @dataclass(frozen=True)
 class Tokens:
-    """`symbols` that the token count is made of, and the count, when there is a product with a parameter."""
+    """`symbols` that the token count is made of, and the count."""
 
     symbols: frozenset[sympy.Symbol] = frozenset()
     count: int | sympy.Expr | None = None
@@ -51,7 +51,17 @@ def tokens_of(graph: Graph, static: Collection[Node]) -> Tokens:
             rows = _rows(activation)
             symbols.update(getattr(rows, "free_symbols", ()))
             count = rows if count is None else count
-    return Tokens(frozenset(symbols), count)
+    return Tokens(frozenset(symbols), _first_size(graph, static) if count is None else count)
+
+
+def _first_size(graph: Graph, static: Collection[Node]) -> int | sympy.Expr | None:
+    """Of a graph without products: the first size of the first input that is no parameter."""
+    for node in graph.nodes:
+        value = node.meta.get("val") if node.op == "placeholder" and node not in static else None
+        if isinstance(value, torch.Tensor) and value.dim():
+            size = value.shape[0]
+            return size.node.expr if isinstance(size, torch.SymInt) else int(size)
+    return None
 
 
 def _activation(node: Node, static: Collection[Node]) -> Node | None:

@@ -110,26 +110,29 @@ class CudaRecorder:
             graph.capture_begin(pool=self._handle(), capture_error_mode="thread_local")
             try:
                 body()
-            except BaseException as error:
-                with contextlib.suppress(Exception):
-                    graph.capture_end()
-                torch.cuda.synchronize(self.index)
-                if not isinstance(error, Exception):
-                    raise
-                raise RecordingError(_sentence(error)) from error
-            try:
                 graph.capture_end()
                 empty = self._is_empty(graph)
                 if not empty:
                     graph.instantiate()
-            except Exception as error:
-                torch.cuda.synchronize(self.index)
+            except BaseException as error:
+                self._abandon(graph)
+                if not isinstance(error, Exception):
+                    raise
                 raise RecordingError(_sentence(error)) from error
         if empty:
             raise RecordingError("it launches nothing, so a graph of it would do nothing")
         self._alive += 1
         weakref.finalize(graph, self._gone)
         return Recording(graph.replay, torch.cuda.memory_reserved(self.index) - before, graph)
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Ends a capture that failed. The allocator would go on serving it, and later captures from its pool."""
+        with contextlib.suppress(Exception):
+            graph.capture_end()
+        with contextlib.suppress(Exception):
+            torch._C._cuda_endAllocateToPool(self.index, self._pool)
+        self._pool = None
+        torch.cuda.synchronize(self.index)
 
     def _handle(self) -> Any:
         """The pool; a new one when no graph of the old one is left."""
