@@ -24,7 +24,7 @@ from typing import Any
 
 import sympy
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from dsv4_compile.passes import pieces
 from dsv4_compile.passes.pieces import Extract, Key
@@ -63,9 +63,9 @@ def _obstacle(settings: dict[str, Any]) -> str | None:
 @dataclass
 class Assembler:
     """Compiles one graph in pieces. `pieces` is for the report, `whole` says why it was not cut. `observe` is given the
-    code that Inductor writes."""
+    key of each piece, its graph, and the code that Inductor has written for it."""
 
-    observe: Callable[[str], None] | None = None
+    observe: Callable[[str, Graph, str], None] | None = None
     pieces: list[Piece] = field(default_factory=list)
     compiled: int = 0
     """Pieces that Inductor had to compile."""
@@ -100,6 +100,8 @@ class Assembler:
             is_static = [node in static for node in part.inputs]
             key = pieces.key_of(part.module, is_static)
             code, shared = self._code(part, key, is_static, fingerprint, settings)
+            if self.observe is not None:
+                self.observe(key.hash[:16], part.module.graph, getattr(code.run, "source_code", ""))
             made.append((part, code))
             first = next((piece.name for piece in self.pieces if piece.key == key.hash[:16]), None)
             taken = "taken over from another graph" if shared else "between two boundaries"
@@ -125,8 +127,6 @@ class Assembler:
                     return known, True
         run = _compile(part, static, settings)
         self.compiled += 1
-        if self.observe is not None and (text := getattr(run, "source_code", "")):
-            self.observe(text)
         code = _Code(run, _facts(env, names))
         with _lock:
             for variant in range(VARIANTS):

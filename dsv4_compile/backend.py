@@ -161,9 +161,16 @@ def _in_pieces(
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx
 
-    assembler = Assembler(observe=None if dump is None else dump.code)
+    assembler = Assembler(observe=None if dump is None else dump.piece)
+
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        compiled = assembler.compile(*args, **kwargs)
+        if dump is not None and (code := getattr(compiled, "source_code", "")):  # it was not cut
+            dump.code(code)
+        return compiled
+
     with config.patch(enable_autograd_cache=False):
-        compiled = compile_fx(gm, inputs, inner_compile=assembler.compile, config_patches=patches or None)
+        compiled = compile_fx(gm, inputs, inner_compile=inner, config_patches=patches or None)
     graph.pieces = assembler.pieces
     if assembler.whole is not None:
         graph.notes.append(f"compiled as one piece: {assembler.whole}")

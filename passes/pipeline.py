@@ -26,7 +26,7 @@ from dsv4_compile.passes import verify
 from dsv4_compile.passes.projections import ProjectionsPass
 from dsv4_compile.passes.sites import Missed, PassResult
 
-__all__ = ["Collected", "GraphPass", "GraphPasses", "PassError", "collecting", "source_hash"]
+__all__ = ["Collected", "GraphPass", "GraphPasses", "PassError", "collecting", "is_collecting", "source_hash"]
 
 logger = logging.getLogger("dsv4_compile.passes")
 
@@ -71,6 +71,11 @@ def collecting() -> Iterator[Collected]:
         _current.reset(token)
 
 
+def is_collecting() -> bool:
+    """Whether `collecting()` is open in this thread."""
+    return _current.get() is not None
+
+
 @functools.cache
 def source_hash() -> str:
     """Hash of the source of the passes and kernels: code that changes makes other cache keys."""
@@ -106,7 +111,6 @@ class GraphPasses:
         strict: raise `PassError` when a pass fails, instead of leaving the graph as it was before that pass.
         observe: called with ("before" or a pass name, graph) at the start and after each pass; not part of the
             identity. Must be picklable when set.
-        unreported: called with what was gathered when no `collecting()` is open.
     """
 
     def __init__(
@@ -115,30 +119,21 @@ class GraphPasses:
         settings: str = "",
         strict: bool = False,
         observe: Callable[[str, Graph], None] | None = None,
-        unreported: Callable[[Collected], None] | None = None,
     ):
         self.passes = passes
         self.settings = settings
         self.strict = strict
         self.observe = observe
-        self.unreported = unreported
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         return _inductor_class()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.passes, self.settings, self.strict, self.observe, self.unreported)
+        return type(self), (self.passes, self.settings, self.strict, self.observe)
 
     def __call__(self, graph: Graph) -> None:
-        collected = _current.get()
-        if collected is not None:
-            self._run(graph, collected)
-            return
-        collected = Collected()
-        self._run(graph, collected)
-        if self.unreported is not None:
-            self.unreported(collected)
+        self._run(graph, _current.get() or Collected())
 
     def uuid(self) -> str:
         """Equal across processes for equal settings and sources."""

@@ -25,6 +25,7 @@ from dsv4_compile.cli import output, show, streams
 from dsv4_compile.cli import pieces as cutting
 from dsv4_compile.cli import run as running
 from dsv4_compile.cli.output import FOUND_A_PROBLEM, USAGE
+from dsv4_compile.cli.plot import PlotError
 from dsv4_compile.dump.reader import Dump, DumpedGraph, DumpError, NoSuchError, read
 from dsv4_compile.files import write_atomically
 from dsv4_compile.options import OptionError
@@ -51,7 +52,7 @@ def _sentences() -> Iterator[None]:
     """What a user can mend is one sentence and an exit status, not a traceback."""
     try:
         yield
-    except (DumpError, OptionError) as error:
+    except (DumpError, OptionError, PlotError) as error:
         output.warning(str(error))
         raise typer.Exit(USAGE if isinstance(error, NoSuchError | OptionError) else FOUND_A_PROBLEM) from error
     except BrokenPipeError:
@@ -77,6 +78,12 @@ def _completed(context: typer.Context) -> list[DumpedGraph]:
         return read(folder).graphs if folder is not None else []
     except DumpError:
         return []
+
+
+def _benchmark_names(incomplete: str) -> list[str]:
+    from dsv4_compile.cli import bench
+
+    return [name for name in bench.NAMES if name.startswith(incomplete)]
 
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A dump: the folder that dump_dir named.")]
@@ -123,7 +130,7 @@ def _show(folder: Folder, graph: Graph = None, stage: Pass = None, module: Modul
         dump = _read(folder)
         if stage is not None or module:
             one = dump.graph(graph)
-            name = stage or one.entry.stages[-1].name if one.entry.stages else stage or "before"
+            name = stage or (one.entry.main[-1].name if one.entry.main else "before")
             if as_json:
                 output.json_out([vars(node) for node in show.selected(one.nodes(name), module)])
             else:
@@ -294,14 +301,25 @@ def _settings(text: str) -> dict[str, Any]:
 
 @app.command("bench", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
 def _bench(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="projections, mhc, model, compile-time or dump.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="projections, mhc, model, compile-time or dump.", autocompletion=_benchmark_names
+        ),
+    ],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="For the benchmark.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the results into this file (.svg, .png, .pdf).")
+    ] = None,
+    source: Annotated[
+        Path | None, typer.Option("--from", metavar="FILE", help="Measure nothing, draw the results in this JSON.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Runs a benchmark of the repository; options before NAME."""
+    """Runs a benchmark of the repository; --json before NAME, the benchmark's own options behind it."""
     with _sentences():
         from dsv4_compile.cli import bench
 
         if name not in bench.NAMES:
             raise NoSuchError(f"There is no benchmark {name!r}; there are {', '.join(bench.NAMES)}.")
-        raise typer.Exit(bench.bench(name, arguments or [], as_json))
+        raise typer.Exit(bench.bench(name, bench.wish(arguments or [], plot, source), as_json))

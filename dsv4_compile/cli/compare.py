@@ -67,8 +67,8 @@ def _ops(graphs: list[DumpedGraph]) -> dict[str, int]:
     """Operators behind the last pass, of all graphs together."""
     counts: Counter[str] = Counter()
     for graph in graphs:
-        if graph.entry.stages:
-            counts.update(graph.entry.stages[-1].ops)
+        if graph.entry.main:
+            counts.update(graph.entry.main[-1].ops)
     return dict(counts)
 
 
@@ -77,7 +77,7 @@ def _graphs(a: DumpedGraph | None, b: DumpedGraph | None) -> dict[str, Any]:
 
 
 def _nodes(graph: DumpedGraph) -> int | None:
-    return graph.entry.stages[-1].nodes if graph.entry.stages else None
+    return graph.entry.main[-1].nodes if graph.entry.main else None
 
 
 _COLUMNS = {

@@ -47,24 +47,32 @@ def between(graph: DumpedGraph, name: str | None) -> tuple[str, str]:
         NoSuchError: no such pass.
         DumpError: the graph has not got as far as its passes.
     """
-    stages = [stage.name for stage in graph.entry.stages if stage.name != "dynamo"]
+    every = [stage.name for stage in graph.entry.stages if stage.name != "dynamo"]
+    within = (name or "").rpartition("/")[0]
+    stages = [stage for stage in every if stage.rpartition("/")[0] == within]
+    if within and not stages:
+        raise NoSuchError(f"Graph {graph.label} has no pass {name!r}; it has {', '.join(_passes(every))}.")
     if len(stages) < 2:
         state = f"it is {graph.entry.state}" + (f" ({graph.entry.error.splitlines()[0]})" if graph.entry.error else "")
         raise DumpError(f"No pass ran on graph {graph.label}, so there is nothing to compare: {state}.")
     if name is None:
         return stages[0], stages[-1]
-    if name in FIRST_STAGES or name not in stages:
-        raise NoSuchError(f"Graph {graph.label} has no pass {name!r}; it has {', '.join(stages[1:])}.")
+    if name not in _passes(stages):
+        raise NoSuchError(f"Graph {graph.label} has no pass {name!r}; it has {', '.join(_passes(every))}.")
     return stages[stages.index(name) - 1], name
+
+
+def _passes(stages: Sequence[str]) -> list[str]:
+    return [stage for stage in stages if stage.rpartition("/")[2] not in FIRST_STAGES]
 
 
 def compared(
     before: Sequence[NodeRecord], after: Sequence[NodeRecord], names: tuple[str, str], module: str
 ) -> GraphDiff:
     """The difference of two stages, of nodes in `module`."""
-    old, new = ({node.name: node for node in nodes} for nodes in (before, after))
-    kept = [node.name for node in after if node.name in old]
-    place = {node.name: i for i, node in enumerate(before)}
+    old, new = ({_key(node): node for node in nodes} for nodes in (before, after))
+    kept = [_key(node) for node in after if _key(node) in old]
+    place = {_key(node): i for i, node in enumerate(before)}
     stayed = _longest_rising([place[name] for name in kept])
     moved = [new[name] for name in kept if place[name] not in stayed]
     changed = [(old[name], new[name]) for name in kept if _does(old[name]) != _does(new[name])]
@@ -72,12 +80,16 @@ def compared(
     ops = {op: (counts[0][op], counts[1][op]) for op in sorted(counts[0] | counts[1]) if counts[0][op] != counts[1][op]}
     return GraphDiff(
         *names,
-        added=tuple(node for node in after if node.name not in old and is_below(node.module, module)),
-        removed=tuple(node for node in before if node.name not in new and is_below(node.module, module)),
+        added=tuple(node for node in after if _key(node) not in old and is_below(node.module, module)),
+        removed=tuple(node for node in before if _key(node) not in new and is_below(node.module, module)),
         moved=tuple(node for node in moved if is_below(node.module, module)),
         changed=tuple(pair for pair in changed if is_below(pair[1].module, module)),
         ops=ops,
     )
+
+
+def _key(node: NodeRecord) -> tuple[str, str]:
+    return node.graph, node.name
 
 
 def _counts(node: NodeRecord, module: str) -> bool:

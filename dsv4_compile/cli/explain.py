@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,7 +39,7 @@ class Finding:
 def findings(graphs: list[DumpedGraph], site: str = "") -> list[Finding]:
     """What happened at `site` and inside it, what was left alone first; equal in several graphs is said once."""
     merged: dict[Finding, list[str]] = {}
-    for graph in graphs:
+    for graph in output.track(graphs, "Reading reports"):
         for found in findings_of(graph):
             if found.concerns(site):
                 merged.setdefault(replace(found, graphs=()), []).append(graph.label)
@@ -49,7 +49,12 @@ def findings(graphs: list[DumpedGraph], site: str = "") -> list[Finding]:
 
 def findings_of(graph: DumpedGraph) -> Iterator[Finding]:
     """What the report of one graph says about places."""
-    report, labels = graph.report, (graph.label,)
+    with graph.run.reading(graph.entry.report):
+        yield from _findings_in(graph.report, graph.label)
+
+
+def _findings_in(report: Mapping[str, Any], label: str) -> Iterator[Finding]:
+    labels = (label,)
     for record in report.get("missed", []):
         missed = Missed(**record)
         yield Finding(missed.site, missed.kind, LEFT_ALONE, missed.reason, missed.source, labels)
@@ -71,7 +76,7 @@ def nothing_there(dump: Dump, graphs: list[DumpedGraph], site: str) -> str:
         NoSuchError: no graph has nodes of such a module.
     """
     modules: set[str] = set()
-    for graph in graphs:
+    for graph in output.track(graphs, "Reading graphs"):
         if not any(stage.name == "before" for stage in graph.entry.stages):
             continue
         nodes = graph.nodes("before")

@@ -10,7 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 
 from dsv4_compile.cli import output
 from dsv4_compile.cli.explain import LEFT_ALONE, file_name, findings
-from dsv4_compile.cli.pieces import pieces
+from dsv4_compile.cli.pieces import KINDS, pieces, summary
 from dsv4_compile.cli.show import overview
 from dsv4_compile.cli.streams import forks, picture
 from dsv4_compile.dump.reader import Dump, DumpedGraph, DumpError
@@ -35,7 +35,8 @@ def page(dump: Dump, max_lines: int) -> str:
             left_alone=LEFT_ALONE,
             timelines=[_timeline(graph) for graph in graphs],
             picture=picture([fork for graph in graphs for fork in forks(graph)]),
-            pieces=pieces(graphs),
+            pieces=[{**one, "summary": summary(one)} for one in pieces(graphs) if one["pieces"]],
+            kinds=KINDS,
             listings=list(_listings(graphs, max_lines)),
             folder=str(dump.path),
         )
@@ -95,17 +96,17 @@ def _timeline(graph: DumpedGraph) -> dict[str, Any]:
 
 def _listings(graphs: list[DumpedGraph], max_lines: int) -> Iterator[dict[str, Any]]:
     left = max_lines
-    for graph in graphs:
-        for stage in graph.entry.stages:
-            path = str(graph.run.path / stage.text) if stage.text else ""
-            text, why = "", ""
-            try:
-                text = graph.listing(stage.name)
-            except DumpError as error:
-                why = str(error)
-            count = text.count("\n")
-            if count > left:
-                text, why = "", f"{count} lines are too many for this page (--max-lines); they are in {path}."
-            else:
-                left -= count
-            yield {"graph": graph.label, "stage": stage, "text": text, "why": why}
+    stages = [(graph, stage) for graph in graphs for stage in graph.entry.stages]
+    for graph, stage in output.track(stages, "Writing graphs"):
+        path = str(graph.run.path / stage.text) if stage.text else ""
+        text, why = "", ""
+        try:
+            text = graph.listing(stage.name)
+        except DumpError as error:
+            why = str(error)
+        count = text.count("\n")
+        if count > left:
+            text, why = "", f"{count} lines are too many for this page (--max-lines); they are in {path}."
+        else:
+            left -= count
+        yield {"graph": graph.label, "stage": stage, "text": text, "why": why}

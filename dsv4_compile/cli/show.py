@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dsv4_compile.cli import output
-from dsv4_compile.dump.listing import MARK, listing
+from dsv4_compile.dump.listing import MARK, inputs_of, listing
 from dsv4_compile.dump.reader import Dump, DumpedGraph
 from dsv4_compile.dump.schema import NodeRecord
 
@@ -15,7 +15,8 @@ __all__ = ["is_below", "overview", "print_graph", "print_listing", "print_overvi
 def overview(dump: Dump) -> dict[str, Any]:
     """Every run and every graph, in a few numbers."""
     runs = [{"folder": run.path.name, **_run(run.index)} for run in dump.runs]
-    return {"runs": runs, "problems": list(dump.problems), "graphs": [_graph(graph) for graph in dump.graphs]}
+    graphs = [_graph(graph) for graph in output.track(dump.graphs, "Reading graphs")]
+    return {"runs": runs, "problems": list(dump.problems), "graphs": graphs}
 
 
 def _run(index: Any) -> dict[str, Any]:
@@ -25,12 +26,12 @@ def _run(index: Any) -> dict[str, Any]:
 
 def _graph(graph: DumpedGraph) -> dict[str, Any]:
     report, entry = graph.report, graph.entry
-    stages = {stage.name: stage for stage in entry.stages}
+    nodes = [stage.nodes for stage in entry.main if stage.name != "dynamo"]
     return {
         "graph": graph.label,
         "state": entry.state,
         "error": entry.error,
-        "nodes": [stages[name].nodes for name in stages if name != "dynamo"],
+        "nodes": nodes,
         "dynamic": report.get("dynamic", False),
         "mhc": len(report.get("mhc", [])),
         "projections": len(report.get("projections", [])),
@@ -78,10 +79,12 @@ def print_overview(data: dict[str, Any]) -> None:
 def stages(graph: DumpedGraph) -> dict[str, Any]:
     """The stages of a graph, with their operators, times and bytes."""
     entry = graph.entry
-    found = [{**vars(stage), "file": stage.text} for stage in entry.stages]
+    ordered = [*entry.main, *(stage for stage in entry.stages if stage not in entry.main)]
+    found = [{**vars(stage), "file": stage.text} for stage in ordered]
     for stage in found:
         del stage["text"]
-    files = {"code": entry.code, "bytecode": entry.bytecode, "folder": str(graph.run.path)}
+    pieces = {key: vars(files) for key, files in entry.pieces.items()}
+    files = {"code": entry.code, "piece_files": pieces, "bytecode": entry.bytecode, "folder": str(graph.run.path)}
     return {**_graph(graph), "stages": found, **files}
 
 
@@ -94,14 +97,15 @@ def print_graph(data: dict[str, Any]) -> None:
     headings = ("stage", "nodes", "seconds", "inputs", "all results", f"file in {data['folder']}")
     output.table(f"Graph {data['graph']}: {data['state']}", headings, rows, right=(1, 2, 3, 4))
     if data["stages"]:
-        ops = {s["name"]: s["ops"] for s in data["stages"]}
+        ops = {s["name"]: s["ops"] for s in data["stages"] if "/" not in s["name"]}
         names = [name for name in ops if name != "dynamo"] or ["dynamo"]
         last = ops[names[-1]]
         every = {op for name in names for op in ops[name]}
         ordered = sorted(every, key=lambda op: (not op.startswith("dsv4"), -last.get(op, 0), op))
         table = [(op, *(ops[name].get(op, "") for name in names)) for op in ordered]
         output.table("Operators", ("operator", *names), table, right=range(1, len(names) + 1))
-    for name in [*data["code"], *filter(None, [data["bytecode"]])]:
+    pieces = [name for files in data["piece_files"].values() for name in files.values()]
+    for name in filter(None, [*data["code"], *pieces, data["bytecode"]]):
         output.line(f"{data['folder']}/{name}")
     for note in data["notes"]:
         output.line(f"note: {note}")
@@ -122,8 +126,10 @@ def selected(nodes: list[NodeRecord], module: str) -> list[NodeRecord]:
 def print_listing(graph: DumpedGraph, stage: str, module: str) -> None:
     """Prints a stage as text, all of it or one module's part."""
     if module:
-        nodes = selected(graph.nodes(stage), module)
-        text = listing(nodes, f"graph {graph.label}, {stage}: {len(nodes)} nodes of {module}")
+        every = graph.nodes(stage)
+        nodes = selected(every, module)
+        title = f"graph {graph.label}, {stage}: {len(nodes)} nodes of {module}"
+        text = listing(nodes, title, inputs_of(every))
     else:
         text = graph.listing(stage)
     output.lines((line, _colour(line)) for line in text.splitlines())

@@ -48,8 +48,9 @@ class Fork:
 
 def forks(graph: DumpedGraph) -> list[Fork]:
     """The groups of a graph, in program order."""
-    groups = (ProjectionGroup.from_dict(record) for record in graph.report.get("projections", []))
-    return [_fork(graph.label, group) for group in groups]
+    with graph.run.reading(graph.entry.report):
+        groups = [ProjectionGroup.from_dict(record) for record in graph.report.get("projections", [])]
+        return [_fork(graph.label, group) for group in groups if group.linears]
 
 
 def _fork(label: str, group: ProjectionGroup) -> Fork:

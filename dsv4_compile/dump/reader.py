@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,48 @@ class NoSuchError(DumpError):
     """What was asked for is not there: a folder, a graph, a stage, a site."""
 
 
+_REPORT: dict[str, type] = {
+    "version": str,
+    "torch": str,
+    "device": str,
+    "requested": dict,
+    "effective": dict,
+    "graphs": list,
+}
+"""What a report must have, and of which type."""
+
+
 @dataclass(frozen=True)
 class Run:
     """The dump of one process."""
 
     path: Path
     index: Index
+    _reports: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False, compare=False)
+
+    def report(self, name: str) -> dict[str, Any]:
+        """A compile report, by the name of its file; read once.
+
+        Raises:
+            DumpError: as `text`, or it is no report.
+        """
+        if name not in self._reports:
+            record = _mapping(self.text(name), self.path / name)
+            for field_name, kind in _REPORT.items():
+                if not isinstance(record.get(field_name), kind):
+                    found = f"{field_name} is {type(record.get(field_name)).__name__}"
+                    raise DumpError(f"{self.path / name} is damaged ({found}); write the dump again.")
+            self._reports[name] = record
+        return self._reports[name]
+
+    @contextmanager
+    def reading(self, name: str) -> Iterator[None]:
+        """While data of the file `name` is taken apart: what is of another kind than it should be is a `DumpError`."""
+        try:
+            yield
+        except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
+            path = self.path / name
+            raise DumpError(f"{path} is damaged ({type(error).__name__}: {error}); write the dump again.") from error
 
     def text(self, name: str) -> str:
         """A file of the dump, by the name that the index has for it.
@@ -55,19 +92,19 @@ class DumpedGraph:
 
     @property
     def passes(self) -> list[str]:
-        """Names of the stages that are passes."""
-        return [stage.name for stage in self.entry.stages if stage.name not in FIRST_STAGES]
+        """Names of the stages that are passes on the graph itself."""
+        return [stage.name for stage in self.entry.main if stage.name not in FIRST_STAGES]
 
     @property
     def report(self) -> dict[str, Any]:
         """What the report of its compilation says about this graph."""
-        graphs = (graph for graph in self.compile_report["graphs"] if graph["id"] == self.entry.id)
+        graphs = (graph for graph in self.compile_report["graphs"] if _id(graph) == self.entry.id)
         return dict(next(graphs, {}))
 
     @property
     def compile_report(self) -> dict[str, Any]:
         """The report of its compilation."""
-        return _mapping(self.run.text(self.entry.report), self.run.path / self.entry.report)
+        return self.run.report(self.entry.report)
 
     def stage(self, name: str) -> StageEntry:
         """The entry of a stage.
@@ -92,12 +129,9 @@ class DumpedGraph:
             raise DumpError(
                 f"The nodes of {name!r} of graph {self.label} were left out of this dump: {self.why_out()}."
             )
-        path = self.run.path / stage.data
-        record = _mapping(self.run.text(stage.data), path)
-        try:
+        record = _mapping(self.run.text(stage.data), self.run.path / stage.data)
+        with self.run.reading(stage.data):
             return [NodeRecord.from_dict(node) for node in record["nodes"]]
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise DumpError(f"{path} is damaged ({type(error).__name__}: {error}); write the dump again.") from error
 
     def listing(self, name: str) -> str:
         """The text of a stage.
@@ -193,6 +227,10 @@ def read(folder: str | os.PathLike[str]) -> Dump:
         found = f"; {problems[0]}" if problems else f"; it has {', '.join(names[:3])}."
         raise DumpError(f"{path} holds no dump that can be read{found}")
     return Dump(path, tuple(runs), tuple(problems))
+
+
+def _id(graph: Any) -> Any:
+    return graph.get("id") if isinstance(graph, Mapping) else None
 
 
 def _index(folder: Path) -> Index:

@@ -9,7 +9,7 @@ from typing import Any
 
 __all__ = ["FIRST_STAGES", "INDEX", "SCHEMA", "NodeRecord", "printable"]
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the format. Another number is another format: there are no readers for several."""
 
 INDEX = "index.json"
@@ -37,7 +37,8 @@ class NodeRecord:
     `args` and `kwargs` are as Python would write them, `inputs` the names of the nodes in them. `module` is the module
     path, `source` the user's line (`/path/file.py:123`). `shape` (symbolic sizes as text), `dtype` and `device` are
     those of a tensor; `value` describes anything else (`(float32[1, 4], float32[1])`). `bytes` is the memory of the
-    result where it is known: 0 for a view.
+    result where it is known: 0 for a view. `graph` names the graph it belongs to where that is not the graph itself but
+    one inside it, which an operator such as `cond` calls. `behind` is what the user calls an input of the graph.
     """
 
     name: str
@@ -53,6 +54,8 @@ class NodeRecord:
     device: str = ""
     value: str = ""
     bytes: int | None = None
+    graph: str = ""
+    behind: str = ""
 
     @property
     def ours(self) -> bool:
