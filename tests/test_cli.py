@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 from dsv4_compile.cli.app import app
 from dsv4_compile.cli.diff import compared
 from dsv4_compile.dump.reader import read
-from dsv4_compile.dump.schema import NodeRecord
+from dsv4_compile.dump.schema import SCHEMA, NodeRecord
 from tests.models import CSA, SLIDING, deepseek
 
 HOSTILE = "<img src=x onerror=alert(1)>\x1b[31m[red]"
@@ -185,7 +185,9 @@ def test_streams_draws_lanes_and_the_critical_one(good, tmp_path):
 
 
 def test_pieces_has_the_one_of_each_graph(good):
-    assert re.search(r"0/0 +piece_0 +[0-9a-f]{16} ", run("pieces", good).stdout)
+    done = run("pieces", good)
+    assert done.exit_code == 0 and "Graph 0/0: 1 piece, 1 distinct; 1 eager" in done.stdout
+    assert re.search(r"why: the graph is one piece, \d+ nodes", done.stdout)
     (graph,) = json.loads(run("pieces", good, "--json").stdout)
     assert graph["cudagraphs"]["mode"] == "off" and len(graph["pieces"]) == 1
 
@@ -226,7 +228,7 @@ def test_what_cannot_be_read_is_one_sentence(command, good, tmp_path):
     shutil.copytree(good, tmp_path / "newer")
     (half,), (newer,) = ((tmp_path / name).glob("2*/index.json") for name in ("half", "newer"))
     half.write_text(half.read_text()[:300])
-    newer.write_text(newer.read_text().replace('"schema": 1', '"schema": 2'))
+    newer.write_text(newer.read_text().replace(f'"schema": {SCHEMA}', '"schema": 99'))
     for name, status in {"none": 2, "empty": 1, "half": 1, "newer": 1}.items():
         done = run(command, tmp_path / name)
         assert done.exit_code == status, (name, done.output)
@@ -262,13 +264,32 @@ def test_a_wrong_name_is_a_usage_error_that_lists_the_right_ones(arguments, good
 
 
 @pytest.mark.parametrize("command", DUMP_COMMANDS)
-def test_a_folder_without_rights_is_one_sentence(command, tmp_path):
+def test_a_folder_without_rights_is_one_sentence(command, tmp_path, monkeypatch):
     locked = tmp_path / "locked"
     locked.mkdir(mode=0)
-    if os.access(locked, os.R_OK):
-        pytest.skip("nothing is forbidden to root")
+    if os.access(locked, os.R_OK):  # nothing is forbidden to root, so the system is made to say so
+        monkeypatch.setattr(os, "scandir", forbid)
     done = run(command, locked)
     assert done.exit_code == 1 and done.stderr == f"{locked} cannot be read: Permission denied.\n"
+
+
+@pytest.mark.parametrize("command", DUMP_COMMANDS)
+def test_a_file_without_rights_is_one_sentence(command, good, monkeypatch):
+    monkeypatch.setattr(Path, "read_text", forbid)
+    done = run(command, good)
+    assert done.exit_code == 1 and done.stdout == ""
+    assert re.fullmatch(r".*index\.json, .* cannot be read: Permission denied\.\n", done.stderr)
+
+
+def forbid(*_: object, **__: object) -> None:
+    raise PermissionError(13, "Permission denied")
+
+
+@pytest.mark.parametrize("arguments", [("report", "-o"), ("streams", "--svg")])
+def test_a_file_that_cannot_be_written_is_one_sentence(arguments, good, tmp_path):
+    (tmp_path / "file").write_text("")
+    done = run(arguments[0], good, arguments[1], tmp_path / "file" / "page")
+    assert done.exit_code == 1 and done.stderr.count("\n") == 1 and "could not be written" in done.stderr
 
 
 def test_names_with_markup_and_escapes_are_only_text(tmp_path):

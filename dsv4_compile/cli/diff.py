@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsv4_compile.cli import output
-from dsv4_compile.cli.show import is_below
+from dsv4_compile.cli.show import is_below, selected
 from dsv4_compile.dump.reader import DumpedGraph, DumpError, NoSuchError
 from dsv4_compile.dump.schema import FIRST_STAGES, NodeRecord
 
@@ -69,7 +69,12 @@ def _passes(stages: Sequence[str]) -> list[str]:
 def compared(
     before: Sequence[NodeRecord], after: Sequence[NodeRecord], names: tuple[str, str], module: str
 ) -> GraphDiff:
-    """The difference of two stages, of nodes in `module`."""
+    """The difference of two stages, of nodes in `module`.
+
+    Raises:
+        NoSuchError: neither has such nodes.
+    """
+    selected([*before, *after], module)
     old, new = ({_key(node): node for node in nodes} for nodes in (before, after))
     kept = [_key(node) for node in after if _key(node) in old]
     place = {_key(node): i for i, node in enumerate(before)}

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from dsv4_compile.cli import output
-from dsv4_compile.cli.show import is_below
+from dsv4_compile.cli.show import is_below, nearest
 from dsv4_compile.dump.reader import Dump, DumpedGraph, NoSuchError
+from dsv4_compile.dump.schema import NodeRecord
+from dsv4_compile.dump.typed import built
 from dsv4_compile.passes.sites import MhcSite, Missed, ProjectionGroup
 from dsv4_compile.report import choice_text, form_text, group_text, mhc_text
 
@@ -55,15 +56,15 @@ def findings_of(graph: DumpedGraph) -> Iterator[Finding]:
 
 def _findings_in(report: Mapping[str, Any], label: str) -> Iterator[Finding]:
     labels = (label,)
-    for record in report.get("missed", []):
-        missed = Missed(**record)
+    for record in report["missed"]:
+        missed = built(Missed, record)
         yield Finding(missed.site, missed.kind, LEFT_ALONE, missed.reason, missed.source, labels)
-    for record in report.get("mhc", []):
-        site = MhcSite(**record)
+    for record in report["mhc"]:
+        site = built(MhcSite, record)
         outcome = "recognised" if site.kernel == "inductor" else "replaced"
         yield Finding(site.site, f"mhc {form_text(site)}", outcome, mhc_text(site), site.source, labels)
-    for record in report.get("projections", []):
-        group = ProjectionGroup.from_dict(record)
+    for record in report["projections"]:
+        group = built(ProjectionGroup, record)
         detail = "; ".join([group_text(group), *(choice_text(choice, group) for choice in group.measured)])
         members = tuple(f"{group.site}.{linear.name}".removeprefix(".") for linear in group.linears)
         yield Finding(group.site, "projections", "together", detail, group.source, labels, members)
@@ -75,12 +76,12 @@ def nothing_there(dump: Dump, graphs: list[DumpedGraph], site: str) -> str:
     Raises:
         NoSuchError: no graph has nodes of such a module.
     """
-    modules: set[str] = set()
+    every: list[NodeRecord] = []
     for graph in output.track(graphs, "Reading graphs"):
         if not any(stage.name == "before" for stage in graph.entry.stages):
             continue
         nodes = graph.nodes("before")
-        modules |= {node.module for node in nodes}
+        every += nodes
         inside = [node for node in nodes if is_below(node.module, site)]
         if inside:
             source = next((node.source for node in inside if node.source), "an unknown line")
@@ -88,15 +89,7 @@ def nothing_there(dump: Dump, graphs: list[DumpedGraph], site: str) -> str:
                 f"Nothing at {site} looked like a site: its {len(inside)} nodes, from {source} on, have neither a "
                 "product with an fn of [(2+n)*n, n*D] in mHC's manner nor two linears that read one activation."
             )
-    paths = {path for module in modules for path in _and_above(module)}
-    near = difflib.get_close_matches(site, sorted(paths), n=3, cutoff=0.5)
-    hint = f"; the nearest are {', '.join(near)}" if near else ""
-    raise NoSuchError(f"No graph of {dump.path} has nodes of a module {site}{hint}.")
-
-
-def _and_above(module: str) -> list[str]:
-    parts = module.split(".") if module else []
-    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    raise NoSuchError(f"No graph of {dump.path} has nodes of a module {site}{nearest(site, every)}.")
 
 
 def print_findings(found: list[Finding], graphs: list[DumpedGraph], is_detailed: bool) -> None:

@@ -28,7 +28,7 @@ def pieces(graphs: list[DumpedGraph]) -> list[dict[str, Any]]:
 def _of(graph: DumpedGraph) -> dict[str, Any]:
     with graph.run.reading(graph.entry.report):
         report = graph.report
-        found = [_piece(record) for record in report.get("pieces", [])]
+        found = [_piece(record) for record in report["pieces"]]
         captured = _captured(report.get("cudagraphs", {}))
     programs: dict[tuple[str, str], dict[str, Any]] = {}
     for piece in found:
@@ -48,14 +48,20 @@ def _of(graph: DumpedGraph) -> dict[str, Any]:
 
 
 def _piece(record: dict[str, Any]) -> dict[str, Any]:
-    names = {"name": "", "key": "", "shared_with": 0, "kind": "", "reason": "", "nodes": 0}
-    return {**names, **record}
+    texts = {name: str(record.get(name, "")) for name in ("name", "key", "kind", "reason")}
+    numbers = {name: int(record.get(name, 0)) for name in ("shared_with", "nodes")}
+    return {**record, **texts, **numbers}
 
 
 def _captured(record: dict[str, Any]) -> dict[str, Any]:
     """With what a graph that was not finished lacks."""
     made = {"mode": "off", "sizes": [], "replays": 0, "bytes": 0, "fallbacks": [], **record}
-    return {**made, "fallbacks": [{"reason": "", **dict(fallback)} for fallback in made["fallbacks"]]}
+    numbers = {name: int(made[name]) for name in ("replays", "bytes")}
+    lists = {
+        "sizes": list(made["sizes"]),
+        "fallbacks": [{"reason": "", **dict(fallback)} for fallback in made["fallbacks"]],
+    }
+    return {**made, **numbers, **lists}
 
 
 def _program(piece: dict[str, Any], graph: DumpedGraph) -> dict[str, Any]:

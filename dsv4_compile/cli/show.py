@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dsv4_compile.cli import output
 from dsv4_compile.dump.listing import MARK, inputs_of, listing
-from dsv4_compile.dump.reader import Dump, DumpedGraph
+from dsv4_compile.dump.reader import Dump, DumpedGraph, NoSuchError
 from dsv4_compile.dump.schema import NodeRecord
 
-__all__ = ["is_below", "overview", "print_graph", "print_listing", "print_overview", "selected", "stages"]
+__all__ = ["is_below", "nearest", "overview", "print_graph", "print_listing", "print_overview", "selected", "stages"]
 
 
 def overview(dump: Dump) -> dict[str, Any]:
@@ -33,12 +35,9 @@ def _graph(graph: DumpedGraph) -> dict[str, Any]:
         "error": entry.error,
         "nodes": nodes,
         "dynamic": report.get("dynamic", False),
-        "mhc": len(report.get("mhc", [])),
-        "projections": len(report.get("projections", [])),
-        "missed": len(report.get("missed", [])),
-        "pieces": len(report.get("pieces", [])),
+        **{name: len(report[name]) for name in ("mhc", "projections", "missed", "pieces")},
         "seconds": entry.seconds,
-        "notes": report.get("notes", []),
+        "notes": [str(note) for note in report["notes"]],
     }
 
 
@@ -118,9 +117,28 @@ def is_below(module: str, path: str) -> bool:
     return not path or module == path or module.startswith(f"{path}.")
 
 
-def selected(nodes: list[NodeRecord], module: str) -> list[NodeRecord]:
-    """The nodes of a module and of what is inside it."""
-    return [node for node in nodes if is_below(node.module, module)]
+def selected(nodes: Sequence[NodeRecord], module: str) -> list[NodeRecord]:
+    """The nodes of a module and of what is inside it.
+
+    Raises:
+        NoSuchError: there are none.
+    """
+    found = [node for node in nodes if is_below(node.module, module)]
+    if not found and module:
+        raise NoSuchError(f"The graph has no nodes of a module {module}{nearest(module, nodes)}.")
+    return found
+
+
+def nearest(module: str, nodes: Iterable[NodeRecord]) -> str:
+    """What was probably meant, as the end of a sentence; empty where nothing is near."""
+    paths = {path for found in {node.module for node in nodes} for path in _and_above(found)}
+    near = difflib.get_close_matches(module, sorted(paths), n=3, cutoff=0.5)
+    return f"; the nearest are {', '.join(near)}" if near else ""
+
+
+def _and_above(module: str) -> list[str]:
+    parts = module.split(".") if module else []
+    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
 
 
 def print_listing(graph: DumpedGraph, stage: str, module: str) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dsv4_compile.dump.schema import SCHEMA
+from dsv4_compile.dump.typed import built
 
 __all__ = ["GraphEntry", "Index", "PieceEntry", "StageEntry"]
 
@@ -97,17 +98,11 @@ class Index:
 
         Raises:
             ValueError: no JSON.
-            TypeError, KeyError, AttributeError: JSON of another kind.
+            TypeError: JSON of another kind.
         """
         return cls.from_dict(json.loads(text))
 
     @classmethod
-    def from_dict(cls, record: dict[str, Any]) -> Index:
+    def from_dict(cls, record: Any) -> Index:
         """As `from_json`, of the parsed text."""
-        return cls(**{**record, "graphs": [_graph(graph) for graph in record["graphs"]]})
-
-
-def _graph(record: dict[str, Any]) -> GraphEntry:
-    stages = [StageEntry(**stage) for stage in record["stages"]]
-    pieces = {key: PieceEntry(**files) for key, files in record["pieces"].items()}
-    return GraphEntry(**{**record, "stages": stages, "pieces": pieces})
+        return built(cls, record)

@@ -37,6 +37,8 @@ _REPORT: dict[str, type] = {
 }
 """What a report must have, and of which type."""
 
+_LISTS = ("mhc", "projections", "missed", "pieces", "notes")
+
 
 @dataclass(frozen=True)
 class Run:
@@ -97,9 +99,15 @@ class DumpedGraph:
 
     @property
     def report(self) -> dict[str, Any]:
-        """What the report of its compilation says about this graph."""
+        """What the report of its compilation says about this graph; lists that are not there are empty."""
         graphs = (graph for graph in self.compile_report["graphs"] if _id(graph) == self.entry.id)
-        return dict(next(graphs, {}))
+        empty: dict[str, Any] = {name: [] for name in _LISTS}
+        found = {**empty, **next(graphs, {})}
+        with self.run.reading(self.entry.report):
+            for name in _LISTS:
+                if not isinstance(found[name], list):
+                    raise TypeError(f"{name} of graph {self.entry.id} is {found[name]!r}")
+        return found
 
     @property
     def compile_report(self) -> dict[str, Any]:
@@ -245,7 +253,7 @@ def _index(folder: Path) -> Index:
         )
     try:
         return Index.from_dict(record)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except TypeError as error:
         raise DumpError(f"{path} is damaged ({type(error).__name__}: {error}); write the dump again.") from error
 
 
