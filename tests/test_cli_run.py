@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -117,6 +118,39 @@ def test_bench_gives_data_and_keeps_tables_apart_from_it(tmp_path, monkeypatch, 
     assert json.loads(out) == [1] and err == "a table\n"
 
 
+def test_benchmarks_need_nothing_that_is_not_installed_with_the_package():
+    """An installed package has no tests, and no checkout around it."""
+    for name in bench.NAMES:
+        text = bench.script(name).read_text()
+        assert not re.search(r"(?:from|import) tests\b", text), name
+
+
+def test_a_benchmark_without_a_card_says_so_in_a_sentence():
+    if torch.cuda.is_available():
+        pytest.skip("there is a card")
+    for name in ("mhc", "projections", "model"):
+        done = command("bench", name)
+        assert done.returncode == 1
+        assert done.stderr == "There is no CUDA device; --tiny runs small " + done.stderr.partition("runs small ")[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mhc", "projections"])
+def test_benchmarks_run_on_a_cpu(name):
+    done = command("bench", "--json", name, "--tiny")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["rows"]
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_compile_times_runs():
+    pytest.importorskip("transformers")
+    done = command("bench", "--json", "compile-time", "--layers", "1", "--steps", "", "--columns", "dsv4")
+    assert done.returncode == 0, done.stderr
+    cell = json.loads(done.stdout)["rows"]["layers/1"]["dsv4"]
+    assert cell["equal"] is True and cell["graphs"] == 1 and cell["seconds"] > 0
+
+
 @pytest.mark.slow
 def test_the_benchmark_of_dumps_runs():
     pytest.importorskip("transformers")
@@ -133,7 +167,34 @@ def test_doctor_says_what_would_be_used():
     found = {check.name: check for check in doctor.checks()}
     assert found["torch"].value == torch.__version__
     assert found["mhc='auto'"].value in ("cuda", "triton", "cpp")
-    assert {"Python", "C++ compiler", "nvcc", "triton", "tilelang", "cache folder", "depyf", "vllm"} <= set(found)
+    tools = {"Python", "C++ compiler", "nvcc", "triton", "tilelang", "depyf", "matplotlib", "vllm"}
+    assert tools | {"Inductor's cache", "kernels and choices", "pieces"} <= set(found)
+    assert found["cudagraphs='auto'"].value and found["projections='auto'"].value
+
+
+def test_doctor_says_that_a_family_is_no_value_of_mhc():
+    found = {check.name: check for check in doctor.checks()}
+    assert not {"mhc='cpp'", "mhc='cuda'"} & set(found)
+    if found["mhc='auto'"].value == "cpp":
+        assert "no value of mhc=" in found["mhc='auto'"].detail
+        assert "mhc='auto' takes them on cuda; they cannot be asked for" in found["CUDA C++ kernels"].detail
+
+
+def test_doctor_ends_with_one_when_what_is_asked_for_does_not_run(monkeypatch):
+    """TileLang on a CPU; capture, where it has no effect."""
+    if torch.cuda.is_available():
+        pytest.skip("TileLang may run here")
+    monkeypatch.setenv("DSV4_OPTIONS", '{"mhc": "tilelang"}')
+    done = run("doctor")
+    assert done.exit_code == 1
+    assert "mhc='tilelang': falls back to cpp: DSV4_OPTIONS asks for it; " in done.stdout
+
+
+def test_doctor_finds_a_cache_folder_that_cannot_be_written(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    found = {check.name: check for check in doctor.checks()}
+    assert found["Triton's cache"].state == "problem" and "set TRITON_CACHE_DIR" in found["Triton's cache"].detail
 
 
 def test_doctor_ends_with_one_when_the_environment_is_wrong(monkeypatch):
@@ -161,6 +222,8 @@ def test_doctor_outlives_a_check_that_raises(monkeypatch):
         ({**VLLM, "mode": 1}, "STOCK_TORCH_COMPILE does not hand passes to Inductor"),
         ({**VLLM, "mode": 9}, "vLLM has no mode 9"),
         ({**VLLM, "backend": "eager"}, "backend 'eager' runs no passes"),
+        ({"mode": 3, "backend": "dsv4"}, "vLLM gives no graph to the backend 'dsv4' in mode 3"),
+        ({"mode": "NONE", "backend": "dsv4"}, "vLLM gives no graph to the backend 'dsv4' in mode 'NONE'"),
         ({"inductor_passes": {"post_grad_custom_pre_pass": vllm_settings.PASS}}, "was probably meant"),
         ({"inductor_passes": {vllm_settings.HOOK: "dsv4_compile.post_grad_passes"}}, "There is no pass"),
         ({"inductor_compile_config": {vllm_settings.HOOK: vllm_settings.PASS}}, "looks up no name"),
@@ -180,6 +243,22 @@ def test_doctor_finds_right_settings_right(tmp_path):
     done = run("doctor", "--json", "--vllm-config", tmp_path / "settings.json")
     (check,) = [check for check in json.loads(done.stdout) if check["name"] == "vLLM's settings"]
     assert check["state"] == "ok"
+
+
+@pytest.mark.parametrize("mode", [1, 2, "STOCK_TORCH_COMPILE", "2"])
+def test_doctor_finds_the_backend_of_a_whole_graph_right(mode):
+    done = run("doctor", "--json", "--vllm-config", json.dumps({"mode": mode, "backend": "dsv4"}))
+    (check,) = [check for check in json.loads(done.stdout) if check["name"] == "vLLM's settings"]
+    assert (check["state"], check["value"]) == ("ok", "the backend runs")
+
+
+def test_doctor_knows_that_a_build_for_cpus_looks_up_no_pass(monkeypatch):
+    monkeypatch.setattr(doctor, "_version", lambda name: "0.32.0+cpu" if name == "vllm" else "")
+    found = [check for check in doctor.checks(VLLM) if check.name == "vLLM's settings"]
+    assert [check.state for check in found] == ["problem"] and "on a CPU" in found[0].detail
+    assert [check.state for check in doctor.checks({"mode": 2, "backend": "dsv4"}) if check.name == found[0].name] == [
+        "ok"
+    ]
 
 
 @pytest.mark.parametrize("text", ["nothing", "[1]", "{"])

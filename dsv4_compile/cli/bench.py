@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import dsv4_compile
 from dsv4_compile.cli import output
 from dsv4_compile.cli.plot import PlotError, check, plot
 from dsv4_compile.dump.reader import NoSuchError
@@ -93,11 +95,12 @@ def bench(name: str, asked: Wish, as_json: bool) -> int:
         return 0
     command = [sys.executable, str(script(name)), *asked.arguments]
     if not as_json and asked.plot is None:
-        return subprocess.run(command, check=False).returncode
+        return subprocess.run(command, env=_environment(), check=False).returncode
     with tempfile.TemporaryDirectory() as folder:
         path = _own_json(asked.arguments) or Path(folder) / "results.json"
         stdout = sys.stderr if as_json else None
-        status = subprocess.run([*command, "--json", str(path)], stdout=stdout, check=False).returncode
+        command += ["--json", str(path)]
+        status = subprocess.run(command, stdout=stdout, env=_environment(), check=False).returncode
         if status == 0 and path.exists():
             data = _results(path)
             if as_json:
@@ -105,6 +108,12 @@ def bench(name: str, asked: Wish, as_json: bool) -> int:
             if asked.plot is not None:
                 _draw(name, data, asked.plot)
     return status
+
+
+def _environment() -> dict[str, str]:
+    """In which the benchmark finds the package that runs it, also in a checkout that is not installed."""
+    root = str(Path(dsv4_compile.__file__).parent.parent)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
 
 
 def _own_json(arguments: Sequence[str]) -> Path | None:

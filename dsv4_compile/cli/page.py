@@ -81,6 +81,7 @@ def _option(name: str, asked: Any, report: dict[str, Any]) -> dict[str, Any]:
         "asked": asked,
         "runs": runs["value"] if differs else runs,
         "reason": runs["reason"] if differs else "",
+        "differs": differs,
     }
 
 
