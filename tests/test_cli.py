@@ -333,6 +333,16 @@ def test_python_m_and_the_version():
     assert re.fullmatch(r"dsv4_compile \d+\.\d+\.\d+\S*\n", done.stdout)
 
 
+@pytest.mark.parametrize("arguments", [("diff",), ("show", "--pass", "mhc"), ("explain", "--json")])
+def test_a_reader_that_has_seen_enough_is_no_problem(arguments, good):
+    """As `dsv4-compile diff DIR | head -1`, with an output that is larger than a pipe holds."""
+    command = [sys.executable, "-m", "dsv4_compile", arguments[0], str(good), *arguments[1:]]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == b"" and process.wait() == 0
+
+
 def test_usage_errors_end_with_two():
     assert run("shwo").exit_code == 2
     assert run("show").exit_code == 2

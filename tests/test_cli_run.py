@@ -86,6 +86,12 @@ def test_run_of_a_script_that_compiles_nothing(script, tmp_path):
     assert "Nothing was compiled with the dsv4 backend" in done.stderr
 
 
+def test_a_limit_that_is_none_is_a_usage_error_before_anything_runs(script, tmp_path):
+    done = run("run", "--dump-dir", tmp_path / "dump", "--limit", "much", script)
+    assert done.exit_code == 2 and done.stderr.startswith("DSV4_DUMP_LIMIT must be a number of bytes")
+    assert not (tmp_path / "dump").exists()
+
+
 def test_run_of_no_script_is_a_usage_error(tmp_path):
     done = run("run", tmp_path / "none.py")
     assert done.exit_code == 2 and done.stderr.startswith("There is no script")

@@ -299,6 +299,14 @@ def test_a_folder_of_something_else(tmp_path):
         read(tmp_path)
 
 
+def test_folders_of_somebody_else_are_no_dump_and_no_problem(copied, tmp_path):
+    (copied / "notes").mkdir()
+    assert not read(copied).problems
+    (tmp_path / "other" / "folder").mkdir(parents=True)
+    with pytest.raises(DumpError, match=r"other holds no dump that can be read; it has folder\.$"):
+        read(tmp_path / "other")
+
+
 def test_an_index_that_ends_in_the_middle(copied):
     text = (copied / "index.json").read_text()
     (copied / "index.json").write_text(text[: len(text) // 2])

@@ -119,9 +119,15 @@ def size(count: int | float | None) -> str:
     return f"{count:.1f} GB"
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """`| head` has seen enough, which is no problem: rich would end with 1."""
+        raise BrokenPipeError
+
+
 def _console() -> Console:
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDTH
-    return Console(width=width, highlight=False)
+    return _Console(width=width, highlight=False)
 
 
 def _plain(text: str, style: str = "") -> Text:

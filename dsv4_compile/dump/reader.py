@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4_compile.dump.index import GraphEntry, Index, StageEntry
-from dsv4_compile.dump.schema import FIRST_STAGES, INDEX, SCHEMA, NodeRecord
+from dsv4_compile.dump.schema import FIRST_STAGES, INDEX, RUN, SCHEMA, NodeRecord
 
 __all__ = ["Dump", "DumpError", "DumpedGraph", "NoSuchError", "Run", "read"]
 
@@ -222,9 +223,12 @@ def read(folder: str | os.PathLike[str]) -> Dump:
         raise DumpError(f"{path} cannot be read: {error.strerror or error}.") from error
     if not names:
         raise DumpError(f"{path} is empty: nothing was compiled with the dsv4 backend and this dump_dir.")
-    candidates = [path] if INDEX in names else [path / name for name in names if (path / name).is_dir()]
+    # os.path, because a method of Path raises where nothing may be looked at.
+    candidates = [path] if INDEX in names else [path / name for name in names if os.path.isdir(path / name)]
     runs, problems = [], []
     for candidate in candidates:
+        if not (re.match(RUN, candidate.name) or os.path.exists(candidate / INDEX)):
+            continue  # a folder of somebody else
         try:
             runs.append(Run(candidate, _index(candidate)))
         except DumpError as error:
@@ -232,7 +236,7 @@ def read(folder: str | os.PathLike[str]) -> Dump:
     if not runs:
         if len(problems) == 1:
             raise DumpError(problems[0])
-        found = f"; {problems[0]}" if problems else f"; it has {', '.join(names[:3])}."
+        found = f"; {problems[0]}" if problems else f"; it has {', '.join(names[:3])}{', ...' * (len(names) > 3)}."
         raise DumpError(f"{path} holds no dump that can be read{found}")
     return Dump(path, tuple(runs), tuple(problems))
 

@@ -7,12 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["FIRST_STAGES", "INDEX", "SCHEMA", "NodeRecord", "printable"]
+__all__ = ["FIRST_STAGES", "INDEX", "RUN", "SCHEMA", "NodeRecord", "printable"]
 
 SCHEMA = 2
 """Version of the format. Another number is another format: there are no readers for several."""
 
 INDEX = "index.json"
+
+RUN = r"\d{8}-\d{6}-\d+"
+"""What the name of a process's folder begins with: time of its first graph, and its number."""
 
 FIRST_STAGES = ("dynamo", "before")
 """Stages that are no pass: the graph as Dynamo handed it over, and the functional one before the first pass."""

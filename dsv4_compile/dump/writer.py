@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,29 +28,24 @@ import dsv4_compile
 from dsv4_compile.dump import bytecode
 from dsv4_compile.dump.index import GraphEntry, Index, PieceEntry, StageEntry
 from dsv4_compile.dump.inputs import source_names
+from dsv4_compile.dump.limit import limit
 from dsv4_compile.dump.listing import listing
 from dsv4_compile.dump.nodes import records
 from dsv4_compile.dump.order import Order
 from dsv4_compile.dump.schema import FIRST_STAGES, INDEX
 from dsv4_compile.files import write_atomically
-from dsv4_compile.options import OptionError
 from dsv4_compile.report import CompileReport, GraphReport
 
-__all__ = ["LIMIT_VARIABLE", "GraphDump", "end", "observe", "recording"]
+__all__ = ["GraphDump", "end", "observe", "recording"]
 
 logger = logging.getLogger("dsv4_compile")
-
-LIMIT_VARIABLE = "DSV4_DUMP_LIMIT"
-"""Environment variable: most bytes that a process writes (`200M`); index and reports do not count."""
-
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 
 class _Run:
     """The dump of one process in one folder."""
 
     def __init__(self, folder: str) -> None:
-        self.limit = _limit()
+        self.limit = limit()
         self.problem: str | None = None
         self.lock = threading.RLock()
         self.reports: list[CompileReport] = []
@@ -327,13 +322,3 @@ def _run_in(folder: str) -> _Run:
             _runs[key] = _Run(folder)
             atexit.register(_runs[key].close)
         return _runs[key]
-
-
-def _limit(environ: Mapping[str, str] | None = None) -> int | None:
-    text = (os.environ if environ is None else environ).get(LIMIT_VARIABLE, "").strip()
-    if not text:
-        return None
-    parsed = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)B?", text, re.IGNORECASE)
-    if parsed is None:
-        raise OptionError(f"{LIMIT_VARIABLE} must be a number of bytes such as 200M or 2G, and it is {text!r}.")
-    return int(float(parsed[1]) * _UNITS[parsed[2].upper()])
