@@ -109,5 +109,13 @@ def test_a_graph_without_pieces_says_why(state, end, cut):
     assert f"Graph 0/0 has no pieces: its compilation {end}." in run("pieces", cut).stdout
 
 
+def test_compare_tells_a_capture_that_was_lost(plain, cut):
+    done = run("compare", cut, plain)
+    assert done.exit_code == 1 and re.search(r"4, 2 captured +1 ", done.stdout)
+    assert run("compare", plain, cut).exit_code == 0
+    (graph,) = json.loads(run("compare", plain, cut, "--json").stdout)["graphs"]
+    assert graph["pieces"] == [[1, 0], [4, 2]]
+
+
 def test_letters_go_on_behind_z():
     assert [_letter(number) for number in (0, 25, 26, 27, 26 * 26)] == ["a", "z", "ba", "bb", "baa"]

@@ -216,7 +216,7 @@ def _compare(
     second: Annotated[Path, typer.Argument(metavar="DIR_B")],
     as_json: Json = False,
 ) -> None:
-    """What differs between two dumps. Status 1 when the second leaves alone what the first did not, or fails."""
+    """What differs between two dumps. Status 1 when the second leaves alone or does not capture what the first did."""
     with _sentences():
         data = comparing.compared(_read(first), _read(second))
         output.json_out(data) if as_json else comparing.print_comparison(data, (str(first), str(second)))

@@ -25,6 +25,8 @@ _WIDTH = 640
 def page(dump: Dump, max_lines: int) -> str:
     """The page. Listings end after `max_lines` lines of all graphs together; the page then says where the rest is."""
     graphs = dump.graphs
+    cut = [{**one, "summary": summary(one)} for one in pieces(graphs) if one["pieces"]]
+    kinds = [piece["kind"] for one in cut for piece in one["pieces"]]
     return (
         _environment()
         .get_template("page.html")
@@ -35,7 +37,8 @@ def page(dump: Dump, max_lines: int) -> str:
             left_alone=LEFT_ALONE,
             timelines=[_timeline(graph) for graph in graphs],
             picture=picture([fork for graph in graphs for fork in forks(graph)]),
-            pieces=[{**one, "summary": summary(one)} for one in pieces(graphs) if one["pieces"]],
+            pieces=cut,
+            captured={"count": kinds.count("captured"), "of": len(kinds)},
             kinds=KINDS,
             listings=list(_listings(graphs, max_lines)),
             folder=str(dump.path),
