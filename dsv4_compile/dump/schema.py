@@ -82,13 +82,12 @@ class NodeRecord:
         Raises:
             TypeError: a field that is not known, none of a name, op or target, or a value of another type.
         """
-        lists = {key: tuple(record[key]) for key in ("args", "inputs", "shape") if key in record}
-        made = cls(**{**record, **lists})
-        texts = (made.name, made.op, made.target, *made.args, *made.inputs, made.module, made.source, made.dtype)
-        # Not by the types of the fields, as elsewhere: there are too many nodes.
-        for text in (*texts, made.device, made.value, made.graph, made.behind, *made.kwargs, *made.kwargs.values()):
-            if type(text) is not str:
-                raise TypeError(f"the node {made.name} has {text!r} where it should have text")
+        made = cls(**record)
+        made.args, made.inputs = tuple(made.args), tuple(made.inputs)
+        made.shape = None if made.shape is None else tuple(made.shape)
+        # Not by the types of the fields, as elsewhere: there are too many nodes. What is no text cannot be joined.
+        "".join((made.name, made.op, made.target, made.module, made.source, made.dtype, made.device, made.value))
+        "".join((*made.args, *made.inputs, *made.kwargs, *made.kwargs.values(), made.graph, made.behind))
         if made.bytes is not None and type(made.bytes) is not int:
             raise TypeError(f"the node {made.name} has {made.bytes!r} bytes")
         return made
