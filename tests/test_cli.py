@@ -363,3 +363,43 @@ def test_graphs_and_passes_complete(good, tmp_path):
     assert complete(f"dsv4-compile show {good} ", 3) == ["0/0"]
     assert complete(f"dsv4-compile diff {good} --pass m", 4) == ["mhc"]
     assert complete(f"dsv4-compile show {tmp_path} ", 3) == []
+
+
+# ------------------------------------------------------------------------------------------- what explain cannot know
+
+
+def test_explain_of_a_graph_that_was_not_finished_does_not_say_that_nothing_is_there(good, tmp_path):
+    """As a process leaves it that is killed in Inductor: the passes ran, and the report was to be written then."""
+    shutil.copytree(good, tmp_path / "killed")
+    (index,), (path,) = (list((tmp_path / "killed").glob(f"*/{name}")) for name in ("index.json", "report_0.json"))
+    index.write_text(index.read_text().replace('"state": "compiled"', '"state": "compiling"'))
+    report = json.loads(path.read_text())
+    report["graphs"][0] |= {"mhc": [], "projections": [], "missed": []}
+    path.write_text(json.dumps(report))
+    for site in ((), ("model.layers.0",)):
+        done = run("explain", tmp_path / "killed", *site)
+        assert done.exit_code == 1 and "Graph 0/0 was not finished" in done.stdout
+        assert "looked like a site" not in done.stdout
+    assert run("report", tmp_path / "killed").exit_code == 0
+    page = next((tmp_path / "killed").glob("report.html")).read_text()
+    assert "Graph 0/0 was not finished" in page and "Nothing looked like a site" not in page
+
+
+def test_explain_says_when_a_pass_was_off(tmp_path):
+    compile_into(tmp_path, Branches(), torch.randn(2, 4), mhc="off", projections="off")
+    done = run("explain", tmp_path, "a")
+    assert done.exit_code == 0
+    assert done.stdout == "Nothing was looked for at a: no pass ran on graph 0/0 (both are off).\n"
+    compile_into(tmp_path / "half", Branches(), torch.randn(2, 4), projections="off")
+    done = run("explain", tmp_path / "half", "a")
+    assert re.search(r"have no product with an fn .* in mHC's manner\. The pass projections was off\.", done.stdout)
+
+
+def test_explain_of_a_graph_with_gradients_says_why_no_pass_ran(tmp_path):
+    torch._dynamo.reset()
+    options = {"compiler": "eager", "dump_dir": str(tmp_path)}
+    torch.compile(Branches(), backend="dsv4", options=options)(torch.randn(2, 4))
+    assert (
+        "no pass ran on graph 0/0 (compiled without replacements: the graph needs"
+        in run("explain", tmp_path, "a").stdout
+    )

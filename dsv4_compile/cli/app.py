@@ -163,19 +163,21 @@ def _explain(
     graph: Annotated[str | None, typer.Option(metavar="GRAPH", autocompletion=_graph_names)] = None,
     as_json: Json = False,
 ) -> None:
-    """What happened at each site: matched and how, or the first thing that stopped it (and then the status is 1)."""
+    """What happened at each site: matched and how, or what stopped it (status 1, as for an unfinished graph)."""
     with _sentences():
         dump = _read(folder)
         graphs = dump.graphs if graph is None else [dump.graph(graph)]
         found = explaining.findings(graphs, site)
+        is_whole = all(one.entry.state == "compiled" for one in graphs)
         if not found and site:
             sentence = explaining.nothing_there(dump, graphs, site)
             output.json_out([]) if as_json else output.line(sentence)
+            _end(not is_whole)
             return
         output.json_out(explaining.to_dicts(found)) if as_json else explaining.print_findings(found, graphs, bool(site))
-        if not found and not as_json:
+        if not found and not as_json and is_whole:
             output.line("Nothing in this dump looked like a site.")
-        _end(any(one.outcome == explaining.LEFT_ALONE for one in found))
+        _end(not is_whole or any(one.outcome == explaining.LEFT_ALONE for one in found))
 
 
 @app.command("streams")

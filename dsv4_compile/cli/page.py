@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
 from dsv4_compile.cli import output
-from dsv4_compile.cli.explain import LEFT_ALONE, file_name, findings
+from dsv4_compile.cli.explain import LEFT_ALONE, file_name, findings, unfinished
 from dsv4_compile.cli.pieces import KINDS, pieces, summary
 from dsv4_compile.cli.show import overview
 from dsv4_compile.cli.streams import forks, picture
@@ -35,6 +35,7 @@ def page(dump: Dump, max_lines: int) -> str:
             reports=_reports(graphs),
             findings=findings(graphs),
             left_alone=LEFT_ALONE,
+            unfinished=[unfinished(graph) for graph in graphs if graph.entry.state == "compiling"],
             timelines=[_timeline(graph) for graph in graphs],
             picture=picture([fork for graph in graphs for fork in forks(graph)]),
             pieces=cut,
