@@ -115,11 +115,27 @@ def test_the_page_works_in_a_browser_without_a_network(page):
     seen = json.loads(title[1].replace("&quot;", '"').replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
     assert not seen["wide"], "the page is wider than the screen of a laptop"
     assert all(re.fullmatch(r", \d+ lines found", hits) for hits in seen["hits"])
-    assert all("sigmoid" in line for line in seen["lines"].splitlines()) and seen["lines"]
+    lines = seen["lines"].splitlines()
+    assert any("sigmoid" in line for line in lines)
+    assert all("sigmoid" in line or line.startswith("    # ---- ") for line in lines)
     assert seen["rows"] == 0
     assert [box[:2] for box in seen["boxes"]] == [["captured", "a"], ["eager", "b"], ["captured", "a"]]
     assert seen["boxes"][0][2] > 5 * seen["boxes"][1][2]
     assert "CONSOLE" not in done.stderr, done.stderr
+
+
+@needs_browser
+def test_searching_for_a_module_finds_all_of_it(page):
+    searching = page.with_name("module.html")
+    text = page.read_text()
+    heading = re.findall(r"# ---- (\S+)", text[: text.index("aten.addmm.default(")])[-1]
+    script = SEARCH.replace("sigmoid", f"---- {heading}")
+    script = script.replace('document.querySelector(".listing pre")', 'document.querySelectorAll(".listing pre")[1]')
+    searching.write_text(text.replace("</body>", script + "</body>"))
+    done = browse(searching, "--virtual-time-budget=3000", "--dump-dom")
+    title = re.search(r"<title>(\{.*?\})</title>", done.stdout)
+    assert title is not None, done.stderr[-2000:]
+    assert "aten.addmm.default(" in title[1] and "sigmoid" not in title[1]
 
 
 @needs_browser
