@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops.while_loop import while_loop
 from torch._inductor import config as inductor_config
 from typer.testing import CliRunner, Result
 
@@ -110,6 +111,40 @@ def test_without_inductor_the_branches_are_there_too(tmp_path):
     graph = dump_of(tmp_path, compiler="eager")
     assert [stage.name for stage in graph.entry.stages] == ["dynamo", "before", "mhc", "projections"]
     assert {node.graph for node in graph.nodes("mhc")} == {"", "true_graph_0", "false_graph_0"}
+
+
+class Looped(nn.Module):
+    """A loop, and a condition within a condition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def again(i: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+            return i + 1, self.inner(t).cos()
+
+        def choose(t: Tensor) -> Tensor:
+            return torch.cond(t.sum() > 1, lambda u: u.sin(), lambda u: u.tan(), (t,))
+
+        _, out = while_loop(lambda i, t: i < 3, again, (torch.tensor(0), x))
+        return torch.cond(out.mean() > 0, choose, lambda t: t + 1, (out,))
+
+
+def test_loops_and_graphs_within_graphs_within_graphs_are_there(tmp_path):
+    torch._dynamo.reset()
+    with torch.no_grad():
+        options = {"compiler": "eager", "dump_dir": str(tmp_path)}
+        torch.compile(Looped(), backend="dsv4", options=options)(torch.randn(3, 4))
+    (graph,) = read(tmp_path).graphs
+    ops = {name: set() for name in {node.graph for node in graph.nodes("before")}}
+    for node in graph.nodes("before"):
+        ops[node.graph].add(node.target)
+    assert "aten.cos.default" in ops["while_loop_body_graph_0"] and "aten.lt.Scalar" in ops["while_loop_cond_graph_0"]
+    assert "aten.sin.default" in ops["true_graph_0.true_graph_0"] and "cond" in ops["true_graph_0"]
+    text = graph.listing("before")
+    assert "\ndef true_graph_0__true_graph_0(\n" in text
+    compile(text, "before", "exec")
 
 
 def test_a_graph_that_comes_twice_has_two_names():
