@@ -343,6 +343,15 @@ def test_a_reader_that_has_seen_enough_is_no_problem(arguments, good):
     assert process.stderr.read() == b"" and process.wait() == 0
 
 
+@pytest.mark.parametrize("command", ["show", "streams", "explain", "pieces", "diff"])
+def test_an_output_that_knows_ascii_only_is_no_problem(command, good):
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    words = [sys.executable, "-m", "dsv4_compile", command, str(good)]
+    done = subprocess.run(words, capture_output=True, env=environment)
+    assert done.returncode == 0 and done.stderr == b"", done.stderr
+    assert done.stdout.isascii() and done.stdout
+
+
 def test_usage_errors_end_with_two():
     assert run("shwo").exit_code == 2
     assert run("show").exit_code == 2

@@ -193,6 +193,24 @@ def test_evil_pieces_and_fallbacks_are_only_text(copied):
     assert page.count("<script>") == 1 and "\x1b" not in page
 
 
+def test_halves_of_characters_can_be_printed(copied):
+    for path in (copied / "index.json", copied / "report_0.json"):
+        path.write_text(re.sub(r'"(site|name)": "', r'"\1": "\\ud800', path.read_text()))
+    environment = os.environ | {"PYTHONIOENCODING": "utf-8"}
+    for command in ("show", "explain", "streams", "pieces", "report"):
+        words = [sys.executable, "-m", "dsv4_compile", command, str(copied)]
+        done = subprocess.run(words, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert "\\ud800" in run("explain", copied).stdout
+
+
+def test_a_pipe_in_a_dump_is_not_waited_for(copied):
+    (copied / "index.json").unlink()
+    os.mkfifo(copied / "index.json")
+    done = run("show", copied)
+    assert done.exit_code == 1 and done.stderr.endswith(" is no file.\n")
+
+
 @pytest.mark.parametrize("name", ["../../outside", "/etc/hostname", "graph_0_0/../../../outside"])
 def test_no_file_outside_the_folder_is_opened(name, copied):
     (copied.parent.parent / "outside").write_text("secret")

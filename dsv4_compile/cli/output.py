@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -56,6 +57,7 @@ def line(text: str = "", style: str = "") -> None:
 
 def lines(text: Iterable[tuple[str, str]]) -> None:
     """Prints many lines at once: (text, colour), the colour by the name that ANSI has for it, "" for none."""
+    _take_every_character()
     if not sys.stdout.isatty() or "NO_COLOR" in os.environ:
         typer.echo(printable("\n".join(content for content, _ in text)))
         return
@@ -126,8 +128,15 @@ class _Console(Console):
 
 
 def _console() -> Console:
+    _take_every_character()
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDTH
     return _Console(width=width, highlight=False)
+
+
+def _take_every_character() -> None:
+    """What the encoding of the standard output lacks is a question mark there and not an error."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _plain(text: str, style: str = "") -> Text:

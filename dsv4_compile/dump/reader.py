@@ -286,6 +286,8 @@ def _mapping(text: str, path: Path) -> dict[str, Any]:
 
 def _text(path: Path, what: str) -> str:
     try:
+        if not (os.path.isfile(path) or not os.path.exists(path)):  # a pipe would be waited for
+            raise DumpError(f"{what} is no file.")
         return path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError as error:
         raise DumpError(f"{what} is not there: the dump was copied or written halfway; write it again.") from error

@@ -21,15 +21,16 @@ FIRST_STAGES = ("dynamo", "before")
 """Stages that are no pass: the graph as Dynamo handed it over, and the functional one before the first pass."""
 
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
-_CONTROLS |= {code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
+_UNSEEN = (*range(0x202A, 0x202F), *range(0x2066, 0x206A), *range(0xD800, 0xE000))
+_CONTROLS |= {code: f"\\u{code:04x}" for code in _UNSEEN}
 
 _EMPTY: tuple[Any, ...] = ("", None, (), {})
 _SCALAR = ("shape", ())
 
 
 def printable(text: str) -> str:
-    """`text` with every control character but tab and newline, and what turns the direction of text, spelled out: a
-    module's name can move no cursor and change no colour."""
+    """`text` with every control character but tab and newline, what turns the direction of text, and halves of
+    characters, spelled out: a module's name can move no cursor, change no colour, and is text that can be written."""
     return text.translate(_CONTROLS)
 
 
