@@ -7,6 +7,7 @@ that cannot be read), 2 when the command was not understood.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import sys
@@ -45,6 +46,20 @@ app = typer.Typer(
 def main() -> None:
     """Entry point of the command."""
     app(prog_name="dsv4-compile")
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    """As `_sentences`, for a command that reads a dump: it makes many objects, none of which is garbage before its end,
+    and looking for some takes a third of its time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        with _sentences():
+            yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @contextmanager
@@ -126,7 +141,7 @@ def _end(is_problem: bool) -> None:
 @app.command("show")
 def _show(folder: Folder, graph: Graph = None, stage: Pass = None, module: Module = "", as_json: Json = False) -> None:
     """The graphs of a dump; the stages of one GRAPH; with --pass the graph behind that pass ("before": before all)."""
-    with _sentences():
+    with _reading():
         dump = _read(folder)
         if stage is not None or module:
             one = dump.graph(graph)
@@ -149,7 +164,7 @@ def _show(folder: Folder, graph: Graph = None, stage: Pass = None, module: Modul
 @app.command("diff")
 def _diff(folder: Folder, graph: Graph = None, name: Pass = None, module: Module = "", as_json: Json = False) -> None:
     """What the passes did to a graph (the largest, when none is named): - removed, + added, > moved, ~ changed."""
-    with _sentences():
+    with _reading():
         one = _read(folder).graph(graph)
         names = diffing.between(one, name)
         diff = diffing.compared(one.nodes(names[0]), one.nodes(names[1]), names, module)
@@ -164,7 +179,7 @@ def _explain(
     as_json: Json = False,
 ) -> None:
     """What happened at each site: matched and how, or what stopped it (status 1, as for an unfinished graph)."""
-    with _sentences():
+    with _reading():
         dump = _read(folder)
         graphs = dump.graphs if graph is None else [dump.graph(graph)]
         found = explaining.findings(graphs, site)
@@ -188,7 +203,7 @@ def _streams(
     as_json: Json = False,
 ) -> None:
     """Which projections run on which stream, where they fork and join, and which stream decides the time."""
-    with _sentences():
+    with _reading():
         dump = _read(folder)
         graphs = dump.graphs if graph is None else [dump.graph(graph)]
         if svg is not None:
@@ -206,7 +221,7 @@ def _streams(
 @app.command("pieces")
 def _pieces(folder: Folder, graph: Graph = None, as_json: Json = False) -> None:
     """Where graphs are cut into pieces, which are the same, what is captured and what that holds in memory."""
-    with _sentences():
+    with _reading():
         dump = _read(folder)
         found = cutting.pieces(dump.graphs if graph is None else [dump.graph(graph)])
         output.json_out(found) if as_json else cutting.print_pieces(found)
@@ -219,7 +234,7 @@ def _compare(
     as_json: Json = False,
 ) -> None:
     """What differs between two dumps. Status 1 when the second leaves alone or does not capture what the first did."""
-    with _sentences():
+    with _reading():
         data = comparing.compared(_read(first), _read(second))
         output.json_out(data) if as_json else comparing.print_comparison(data, (str(first), str(second)))
         _end(comparing.is_worse(data))
@@ -232,7 +247,7 @@ def _report(
     max_lines: Annotated[int, typer.Option(min=0, help="Lines of graphs that the page may hold.")] = 150_000,
 ) -> None:
     """One page of HTML with everything, for a browser; it needs no network."""
-    with _sentences():
+    with _reading():
         from dsv4_compile.cli.page import page
 
         text = page(_read(folder), max_lines)

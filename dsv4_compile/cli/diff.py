@@ -75,26 +75,22 @@ def compared(
         NoSuchError: neither has such nodes.
     """
     selected([*before, *after], module)
-    old, new = ({_key(node): node for node in nodes} for nodes in (before, after))
-    kept = [_key(node) for node in after if _key(node) in old]
-    place = {_key(node): i for i, node in enumerate(before)}
-    stayed = _longest_rising([place[name] for name in kept])
-    moved = [new[name] for name in kept if place[name] not in stayed]
-    changed = [(old[name], new[name]) for name in kept if _does(old[name]) != _does(new[name])]
+    old, new = ({(node.graph, node.name): node for node in nodes} for nodes in (before, after))
+    kept = [key for key in new if key in old]
+    place = {key: i for i, key in enumerate(old)}
+    stayed = _longest_rising([place[key] for key in kept])
+    moved = [new[key] for key in kept if place[key] not in stayed]
+    changed = [(old[key], new[key]) for key in kept if _does(old[key]) != _does(new[key])]
     counts = [Counter(n.target for n in nodes if _counts(n, module)) for nodes in (before, after)]
     ops = {op: (counts[0][op], counts[1][op]) for op in sorted(counts[0] | counts[1]) if counts[0][op] != counts[1][op]}
     return GraphDiff(
         *names,
-        added=tuple(node for node in after if _key(node) not in old and is_below(node.module, module)),
-        removed=tuple(node for node in before if _key(node) not in new and is_below(node.module, module)),
+        added=tuple(node for key, node in new.items() if key not in old and is_below(node.module, module)),
+        removed=tuple(node for key, node in old.items() if key not in new and is_below(node.module, module)),
         moved=tuple(node for node in moved if is_below(node.module, module)),
         changed=tuple(pair for pair in changed if is_below(pair[1].module, module)),
         ops=ops,
     )
-
-
-def _key(node: NodeRecord) -> tuple[str, str]:
-    return node.graph, node.name
 
 
 def _counts(node: NodeRecord, module: str) -> bool:

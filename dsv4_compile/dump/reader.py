@@ -5,7 +5,6 @@ Everything that can be wrong with a folder is a `DumpError` whose message is one
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import re
@@ -139,7 +138,7 @@ class DumpedGraph:
             raise DumpError(
                 f"The nodes of {name!r} of graph {self.label} were left out of this dump: {self.why_out()}."
             )
-        with self.run.reading(stage.data), _no_collection():
+        with self.run.reading(stage.data):
             record = _mapping(self.run.text(stage.data), self.run.path / stage.data)
             return [NodeRecord.from_dict(node) for node in record["nodes"]]
 
@@ -240,18 +239,6 @@ def read(folder: str | os.PathLike[str]) -> Dump:
         found = f"; {problems[0]}" if problems else f"; it has {', '.join(names[:3])}{', ...' * (len(names) > 3)}."
         raise DumpError(f"{path} holds no dump that can be read{found}")
     return Dump(path, tuple(runs), tuple(problems))
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Nothing is garbage while so many objects are made, and looking for it takes half of the time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _id(graph: Any) -> Any:
