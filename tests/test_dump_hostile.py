@@ -265,6 +265,42 @@ def test_a_folder_that_becomes_read_only_does_not_break_the_compilation(tmp_path
     assert run("show", tmp_path).exit_code == 0
 
 
+def test_a_dump_stays_where_it_began_when_the_script_changes_its_folder(tmp_path, monkeypatch):
+    from dsv4_compile.dump.writer import end
+
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        options = {"compiler": "eager", "dump_dir": "dump"}
+        torch.compile(nn.Linear(4, 4), backend="dsv4", options=options)(torch.randn(2, 4))
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert str(read(tmp_path / "dump").runs[0].path) in end("")
+    assert not list((tmp_path / "elsewhere").iterdir())
+    assert read(tmp_path / "dump").runs[0].index.ended
+
+
+def test_a_report_that_cannot_be_described_does_not_break_the_compilation(tmp_path, monkeypatch):
+    """As when another thread changes it at that moment."""
+    from dsv4_compile.dump import writer
+
+    write, count = writer._Run.write_report, iter(range(9))
+
+    def fail(self: Any, report: Any) -> str:
+        if next(count):
+            raise RuntimeError("dictionary changed size during iteration")
+        return write(self, report)
+
+    monkeypatch.setattr(writer._Run, "write_report", fail)
+    torch._dynamo.reset()
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    with torch.no_grad():
+        options = {"compiler": "eager", "dump_dir": str(tmp_path)}
+        out = torch.compile(model, backend="dsv4", options=options)(x)
+    torch.testing.assert_close(out, model(x).detach())
+    assert any("dictionary changed size" in note for note in read(tmp_path).runs[0].index.notes)
+
+
 def test_a_writer_that_is_killed_leaves_what_can_be_read(tmp_path):
     process = start(ENDLESS, tmp_path)
     deadline = time.monotonic() + 240

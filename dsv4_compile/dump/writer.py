@@ -51,7 +51,8 @@ class _Run:
         self.reports: list[CompileReport] = []
         self.files: dict[str, str] = {}
         now = datetime.now(UTC)
-        self.path = Path(folder) / f"{now:%Y%m%d-%H%M%S}-{os.getpid()}"
+        # The script may change its folder while it runs.
+        self.path = Path(os.path.abspath(folder)) / f"{now:%Y%m%d-%H%M%S}-{os.getpid()}"
         self.index = Index(
             version=dsv4_compile.__version__,
             torch=torch.__version__,
@@ -213,8 +214,9 @@ class GraphDump:
             if name not in self._run.files:  # in another graph only the names of its nodes are others
                 self._run.shared(name, listing(records(graph), f"piece {key}: {len(graph.nodes)} nodes"))
             written = self._run.shared(f"pieces/{key}.inductor.py", code) if code else ""
-            self._entry.pieces[key] = PieceEntry(name if name in self._run.files else "", written)
-            self._run.write_index()
+            with self._run.lock:  # another thread may be writing the index
+                self._entry.pieces[key] = PieceEntry(name if name in self._run.files else "", written)
+                self._run.write_index()
 
     def bytecode(self, text: str) -> None:
         """Keeps Dynamo's bytecode as source."""
@@ -231,15 +233,17 @@ class GraphDump:
 
     def close(self, error: BaseException | None) -> None:
         """Writes the report, and how the compilation ended."""
-        self._order = Order()  # graphs are not to live as long as the process
-        for stage in self._entry.stages:
-            stage.seconds = self._graph.seconds.get(stage.name)
-        if error is not None:
-            self._entry.error = f"{type(error).__name__}: {(str(error) or 'no message').strip()}"
-        self._entry.state = "compiled" if error is None else "failed"
-        self._entry.seconds = {**self._graph.seconds, "dump": self.seconds}
-        self._run.write_report(self._report)
-        self._run.write_index()
+        seconds = self.seconds
+        with self._timed():
+            self._order = Order()  # graphs are not to live as long as the process
+            for stage in self._entry.stages:
+                stage.seconds = self._graph.seconds.get(stage.name)
+            if error is not None:
+                self._entry.error = f"{type(error).__name__}: {(str(error) or 'no message').strip()}"
+            self._entry.state = "compiled" if error is None else "failed"
+            self._entry.seconds = {**self._graph.seconds, "dump": seconds}
+            self._run.write_report(self._report)
+            self._run.write_index()
 
     def _file(self, name: str, text: str) -> str:
         name = f"{self._entry.folder}/{name}"
