@@ -31,7 +31,7 @@ help:
 	@echo "make demo       set up $(VENV) and run examples/demo.py"
 	@echo "make test       the tests that need no GPU"
 	@echo "make test-gpu   the tests that need a CUDA device"
-	@echo "make sanitize   the mHC kernels under compute-sanitizer: memcheck, racecheck, initcheck; needs a CUDA device"
+	@echo "make sanitize   the kernels in CUDA C++ and Triton under compute-sanitizer: memcheck, racecheck, initcheck; needs a CUDA device"
 	@echo "make lint       ruff: rules and format"
 	@echo "make types      mypy"
 	@echo "make format     let ruff rewrite the files"

@@ -1,6 +1,6 @@
 """Projections that read one activation, as DeepSeek-V4 and Qwen3-Next have them: every way to run them, side by side.
 
-    PYTHONPATH=. python benchmarks/projections.py                        # all tables, on a GPU; about two minutes
+    PYTHONPATH=. python benchmarks/projections.py                        # all tables, on a GPU; a few minutes
     PYTHONPATH=. python benchmarks/projections.py --tables flash --tokens 1,64
     PYTHONPATH=. python benchmarks/projections.py --tiny                 # on a CPU: does it run
 
@@ -13,11 +13,13 @@ replay by replay; median. The inputs and weights are random.
 - `1 packed`: one `torch.mm` with all weights in one; it is of no use where their dtypes differ.
 - `serial`, `streams`, `pack`: the ways of `dsv4::grouped_linear`, on the unmerged weights, which lie one behind the
   other. Its result is one tensor.
+- `skinny: ...`: up to 64 tokens, the plans of the kernel for few tokens (docs/projections.md), on the same weights.
 - `ours`: `dsv4::grouped_linear` as `projections="auto"` runs it. Its choice is measured in this run, by itself.
 - `floor`: weights, input and outputs at 3.0 TB/s, or the products at 800 TFLOP/s, whichever takes longer.
 
 In the table `mixed` the query and key projections are float8 products (`torch._scaled_mm`, scaled by tensor), which the
-operator leaves alone: `ours` is that product, and the operator on the rest. `host`: microseconds of the host for a call
+operator leaves alone: `ours` is that product, and the operator on the rest, and `ours + stream` has that product on a
+side stream. `host`: microseconds of the host for a call
 outside of a graph, with one token; `direct` as compiled code calls the operator, without the dispatcher.
 """
 
@@ -43,7 +45,7 @@ from torch.nn import functional
 
 from dsv4_compile.cli.output import track
 from dsv4_compile.kernels import linear, streams
-from dsv4_compile.kernels.linear import grouped, packing, strategies, tuning
+from dsv4_compile.kernels.linear import grouped, packing, skinny, strategies, tuning
 
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 MIXED_TOKENS = (1, 16, 64, 256, 1024)
@@ -136,14 +138,21 @@ def columns_of(group: Group, tokens: int) -> dict[str, Callable[[Inputs], Any]]:
     if len(group.merged) == count:
         del found["4 serial"]
         found["2 streams"] = found.pop("4 streams")
-    for name, strategy in strategies.STRATEGIES.items():
-        if name == "pack+streams":
-            continue  # one run of weights: the same as pack
-        if strategy.forks and tokens > 1024:
+    for name in legal(group, tokens):
+        if strategies.STRATEGIES[name].forks and tokens > 1024:
             continue  # `stream_max_tokens`
         found[name] = lambda one, name=name: grouped.run_as(name, one.x, one.weights, nothing, list(group.numbers))
     found["ours"] = lambda one: ours(one, group.numbers)
     return found
+
+
+def legal(group: Group, tokens: int) -> tuple[str, ...]:
+    """The ways of `dsv4::grouped_linear`."""
+    one = make(group, 1, 0)
+    card = tuning.card_of(torch.cuda.current_device() if torch.cuda.is_available() else None)
+    count, dtype = len(group.features), one.x.dtype
+    weights = (group.columns, group.features, (dtype,) * count, (False,) * count, (tuple(range(count)),))
+    return strategies.legal(strategies.Problem(card, *weights, group.numbers, dtype, True), tokens)
 
 
 def measure(table: str, group: Group, tokens: int) -> dict[str, float]:
@@ -219,12 +228,19 @@ def measure_mixed(tokens: int) -> dict[str, float]:
     def with_ours(one: Mixed) -> Any:
         return low_product(one), ours(one.rest, MIXED_REST.numbers)
 
+    def ours_and_forked(one: Mixed) -> Any:
+        def main() -> list[Tensor]:
+            return ours(one.rest, MIXED_REST.numbers)
+
+        return streams.execute_in_parallel(main, [lambda: low_product(one)], device())
+
     runs = {
         "serial": serial,
         "packed by dtype": packed,
         "streams": forked,
         "packed by dtype + stream": packed_and_forked,
         "ours": with_ours,
+        "ours + stream": ours_and_forked,
     }
     row = side_by_side(
         {name: [functools.partial(run, one) for one in sets] * max(1, CALLS // len(sets)) for name, run in runs.items()}
@@ -278,7 +294,8 @@ def show(table: str, rows: dict[str, dict[str, float]]) -> None:
     print("|--:|" + "--:|" * (len(names) + 1) + "---|")
     for tokens, row in rows.items():
         cells = [f"{row[name]:.1f}" if name in row else "" for name in names]
-        others = [took for name, took in row.items() if name not in ("floor", "ours", *strategies.STRATEGIES)]
+        mine = ("floor", "ours", "ours + stream", *strategies.STRATEGIES)
+        others = [took for name, took in row.items() if name not in mine]
         print(f"| {tokens} | " + " | ".join(cells) + f" | {row['ours'] / min(others):.2f} | {way(table, tokens)} |")
 
 
@@ -310,6 +327,8 @@ def measure_all(tables: list[str], tokens: list[int] | None) -> dict[str, Any]:
             show(table, rows)
             result["rows"] |= {f"{table}/{count}": row for count, row in rows.items()}
         result["seconds"][table] = round(time.perf_counter() - begun, 1)
+    if torch.cuda.is_available() and (reason := skinny.unavailable()) is not None:
+        print(f"\nThe columns of the skinny product are torch's: {reason}")
     return {**result, "choices": linear.choices()}
 
 

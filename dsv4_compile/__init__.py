@@ -22,11 +22,15 @@ if _TYPE_CHECKING or "torch" in _sys.modules:
     # vLLM looks a pass up in the module's dictionary, so it has to be there from the beginning.
     from dsv4_compile.standalone import post_grad_pass
 
+if _TYPE_CHECKING:
+    from dsv4_compile.runtime.ragged import RaggedBuffers
+
 __all__ = [
     "CompileReport",
     "GraphReport",
     "OptionError",
     "Options",
+    "RaggedBuffers",
     "__version__",
     "post_grad_pass",
     "report",
@@ -34,11 +38,14 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    """`post_grad_pass`, when it is first asked for. Commands that read a dump need no torch and do not wait for it."""
-    if name == "post_grad_pass":
-        from dsv4_compile.standalone import post_grad_pass
+_LATER = {"RaggedBuffers": "dsv4_compile.runtime.ragged", "post_grad_pass": "dsv4_compile.standalone"}
 
-        globals()[name] = post_grad_pass
-        return post_grad_pass
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __getattr__(name: str) -> object:
+    """What needs torch, when it is first asked for. Commands that read a dump need none and do not wait for it."""
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    globals()[name] = getattr(import_module(_LATER[name]), name)
+    return globals()[name]

@@ -18,34 +18,35 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, GraphModule, Node
 
-from dsv4_compile.passes import pieces
-from dsv4_compile.passes.pieces import Extract, Key
-from dsv4_compile.report import Piece
+from dsv4_compile.passes import capturability, keys, pieces
+from dsv4_compile.passes.capturability import Tokens
+from dsv4_compile.passes.extraction import Extract, extract, symbols_of
+from dsv4_compile.passes.keys import Key
+from dsv4_compile.passes.pieces import Cut
+from dsv4_compile.report import CudaGraphs, Piece
+from dsv4_compile.runtime.program import Code, Sizes, program
+from dsv4_compile.runtime.recorder import Recorder, recorder_of
+from dsv4_compile.runtime.runner import Ahead, Policy, Runner, plain
 
 __all__ = ["Assembler"]
 
 logger = logging.getLogger("dsv4_compile")
 
 
-class _Code:
-    """A compiled piece: called with a list of inputs, which it empties, it returns the outputs."""
-
-    def __init__(self, run: Callable[[list[Any]], Sequence[Any]], facts: tuple[sympy.Basic, ...]):
-        self.run = run
-        self.facts = facts
-        """What has to be true of the sizes, in the symbols of the key."""
-
-
 _lock = threading.Lock()
-_known: weakref.WeakValueDictionary[tuple[str, int], _Code] = weakref.WeakValueDictionary()
+CompilePiece = Callable[..., Any]
+"""Called as `compile_fx_inner`."""
+
+_known: weakref.WeakValueDictionary[tuple[str, int], Code] = weakref.WeakValueDictionary()
 VARIANTS = 8  # codes of one key that rely on different facts
 
 
@@ -60,15 +61,90 @@ def _obstacle(settings: dict[str, Any]) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """Where a graph is cut. `recorder` captures the pieces, when something does."""
+
+    placeholders: list[Node]
+    static: list[Node]
+    cuts: list[Cut]
+    tokens: Tokens
+    recorder: Recorder | None
+
+
+def _device(placeholders: Sequence[Node]) -> torch.device:
+    """The device of most inputs."""
+    values = [node.meta.get("val") for node in placeholders]
+    counts = Counter(value.device for value in values if isinstance(value, torch.Tensor))
+    return counts.most_common(1)[0][0] if counts else torch.device("cpu")
+
+
+def _ahead(plan: _Plan, policy: Policy) -> Ahead | str:
+    """How a call of a token count is made up before there is one."""
+    if policy.sizes is None:
+        return policy.ahead
+    tokens, static = plan.tokens, set(plan.static)
+    if len(tokens.symbols) != 1:
+        return "the token count is fixed here" if not tokens.symbols else "the token count is made of several sizes"
+    symbol = next(iter(tokens.symbols))
+    env = _environment_of(plan.placeholders)
+    given = [node for node in plan.placeholders if node not in static]
+    if any(s != symbol for node in given for s in symbols_of(node.meta["val"])):
+        return "inputs have sizes that do not follow it"
+
+    def inputs(count: int) -> list[Any] | None:
+        solutions = [v for v in sympy.solve(sympy.sympify(tokens.count) - count, symbol) if v.is_integer]
+        if len(solutions) != 1 or not _allowed(env, {symbol: solutions[0]}):
+            return None
+        return [
+            None if node in static else _example(node.meta["val"], symbol, solutions[0]) for node in plan.placeholders
+        ]
+
+    return Ahead(inputs)
+
+
+def _allowed(env: Any, values: dict[sympy.Symbol, sympy.Integer]) -> bool:
+    """Whether the graph is good for a token count."""
+    (symbol, value), *_ = values.items()
+    bounds = env.var_to_range.get(symbol)
+    if bounds is not None and not bounds.lower <= value <= bounds.upper:
+        return False
+    return all(
+        guard.expr.xreplace(values) in (sympy.true, True) for guard in env.guards if symbol in guard.expr.free_symbols
+    )
+
+
+def _example(value: Any, symbol: sympy.Symbol, count: sympy.Integer) -> Any:
+    def fixed(size: Any) -> int:
+        return int(size.node.expr.xreplace({symbol: count})) if isinstance(size, torch.SymInt) else int(size)
+
+    if not isinstance(value, torch.Tensor):
+        return fixed(value)
+    shape, stride = tuple(map(fixed, value.shape)), tuple(map(fixed, value.stride()))
+    with unset_fake_temporarily():
+        return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device).zero_()
+
+
 @dataclass
 class Assembler:
-    """Compiles one graph in pieces. `pieces` is for the report, `whole` says why it was not cut. `observe` is given the
-    key of each piece, its graph, and the code that Inductor has written for it."""
+    """Compiles one graph in pieces, and captures them as `mode` and `policy` say.
 
+    Attributes:
+        mode: as the option `cudagraphs`.
+        observe: is given the key of each piece, its graph, and the code that Inductor has written for it.
+        pieces: for the report.
+        whole: why the graph was not cut.
+    """
+
+    mode: str = "off"
+    policy: Policy = field(default_factory=Policy)
+    split_ops: tuple[str, ...] = ()
+    compile_piece: CompilePiece | None = None
     observe: Callable[[str, Graph, str], None] | None = None
+    cudagraphs: CudaGraphs = field(default_factory=CudaGraphs)
     pieces: list[Piece] = field(default_factory=list)
     compiled: int = 0
-    """Pieces that Inductor had to compile."""
+    """Pieces that had to be compiled."""
     whole: str | None = None
 
     def compile(self, gm: GraphModule, example_inputs: Sequence[Any], **settings: Any) -> Any:
@@ -77,9 +153,9 @@ class Assembler:
 
         try:
             self.whole = _obstacle(settings) or pieces.obstacle(gm)
-            cuts = [] if self.whole else pieces.cut(gm.graph)
-            if len(cuts) > 1:
-                return self._assemble(gm, cuts, settings)
+            plan = None if self.whole else self._plan(gm.graph, settings)
+            if plan is not None and (len(plan.cuts) > 1 or plan.recorder is not None):
+                return self._assemble(gm, plan, settings)
             self.whole = self.whole or "there is no place to cut it"
         except Exception as error:
             self.pieces.clear()
@@ -87,36 +163,92 @@ class Assembler:
             self.whole = f"it could not be cut ({type(error).__name__}: {brief})"
             logger.warning("A graph is compiled as one piece: %s.", self.whole)
             logger.debug("Cutting failed", exc_info=True)
-        return compile_fx_inner(gm, example_inputs, **settings)
+        if self.mode not in ("off", "auto") and self.cudagraphs.mode == "off":
+            self._not_captured(self.whole)
+        return (self.compile_piece or compile_fx_inner)(gm, example_inputs, **settings)
 
-    def _assemble(self, gm: GraphModule, cuts: Sequence[Sequence[Node]], settings: dict[str, Any]) -> Any:
-        placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-        static = {placeholders[i] for i in settings.get("static_input_idxs", ())}
-        sizes = _Sizes(placeholders)
-        fingerprint = _fingerprint()
-        made = []
-        for number, nodes in enumerate(cuts):
-            part = pieces.extract(gm, nodes, sizes.of)
+    def _not_captured(self, reason: str) -> None:
+        self.cudagraphs.fallbacks.append({"reason": reason, "piece": "", "tokens": ""})
+
+    def _plan(self, graph: Graph, settings: dict[str, Any]) -> _Plan:
+        """Where the graph is cut, and what captures the pieces."""
+        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+        static = [placeholders[i] for i in settings.get("static_input_idxs", ())]
+        recorder = self._recorder(placeholders)
+        if recorder is None:
+            return _Plan(placeholders, static, pieces.cut(graph, static), Tokens(), None)
+        tokens = capturability.tokens_of(graph, set(static))
+        device = _device(placeholders)
+        own = capturability.obstacles(graph, set(static), tokens, device)
+        named = capturability.obstacles(graph, set(static), tokens, device, self.split_ops)
+        whole = self.mode != "piecewise" and not own  # one graph may hold what split_ops names
+        apart = own if whole or self.mode == "full" else named
+        if self.mode == "full" and apart:
+            self._not_captured(f"one graph cannot hold it: {next(iter(apart.values()))}")
+            recorder = None
+        cuts = pieces.cut(graph, static, apart if recorder else None)
+        if recorder is not None and all(one.apart for one in cuts):
+            self._not_captured(f"nothing in it can be captured: {cuts[0].apart if cuts else 'it is empty'}")
+            recorder = None
+        self.cudagraphs.mode = "off" if recorder is None else "full" if not apart else "piecewise"
+        return _Plan(placeholders, static, cuts, tokens, recorder)
+
+    def _recorder(self, placeholders: Sequence[Node]) -> Recorder | None:
+        """What captures on the device of the graph."""
+        if self.mode == "off":
+            return None
+        device = _device(placeholders)
+        recorder = recorder_of(device)
+        if recorder is None:
+            self._not_captured(f"there are no CUDA graphs on {device}")
+        return recorder
+
+    def _assemble(self, gm: GraphModule, plan: _Plan, settings: dict[str, Any]) -> Any:
+        sizes = Sizes(plan.placeholders)
+        fingerprint, static = _fingerprint(), set(plan.static)
+        made: list[tuple[str, Extract, Code, str]] = []
+        for number, one in enumerate(plan.cuts):
+            part = extract(gm, one.nodes, sizes.of)
             is_static = [node in static for node in part.inputs]
-            key = pieces.key_of(part.module, is_static)
+            key = keys.key_of(part.module, is_static)
             code, shared = self._code(part, key, is_static, fingerprint, settings)
             if self.observe is not None:
                 self.observe(key.hash[:16], part.module.graph, getattr(code.run, "source_code", ""))
-            made.append((part, code))
-            first = next((piece.name for piece in self.pieces if piece.key == key.hash[:16]), None)
-            taken = "taken over from another graph" if shared else "between two boundaries"
-            reason = f"the same as {first}" if first else taken
-            self.pieces.append(Piece(f"piece_{number}", key.hash[:16], 0, "compiled", reason, len(nodes)))
+            made.append((f"piece_{number}", part, code, one.apart))
+            self.pieces.append(self._piece(number, one, key, shared, plan.recorder is not None))
         counts = Counter(piece.key for piece in self.pieces)
-        self.pieces = [replace(piece, shared_with=counts[piece.key] - 1) for piece in self.pieces]
-        return _program(placeholders, sizes, made, next(iter(reversed(gm.graph.nodes))))
+        self.pieces[:] = [replace(piece, shared_with=counts[piece.key] - 1) for piece in self.pieces]
+        positions = [i for i, node in enumerate(plan.placeholders) if node in static]
+        tokens = (sorted(plan.tokens.symbols, key=str), plan.tokens.count)
+        result = program(plan.placeholders, made, next(iter(reversed(gm.graph.nodes))), positions, tokens)
+        if plan.recorder is None:
+            run = functools.partial(plain, result)
+            run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd hands over a list then, to be emptied
+            return run
+        policy = replace(self.policy, ahead=_ahead(plan, self.policy))
+        return Runner(result, plan.recorder, policy, self.cudagraphs, self._changed)
+
+    def _piece(self, number: int, one: Cut, key: Key, shared: bool, captures: bool) -> Piece:
+        first = next((piece.name for piece in self.pieces if piece.key == key.hash[:16]), None)
+        taken = "taken over from another graph" if shared else "between two boundaries"
+        reason = f"the same as {first}" if first else taken
+        if captures:
+            reason = f"{one.apart or 'captured when it is called'}; {reason}"
+        return Piece(f"piece_{number}", key.hash[:16], 0, "compiled", reason, len(one.nodes))
+
+    def _changed(self, name: str, kind: str, reason: str) -> None:
+        """A piece was captured, or was not."""
+        for i, piece in enumerate(self.pieces):
+            if piece.name == name and (reason or piece.kind != kind) and not piece.reason.startswith(reason or "\0"):
+                why = piece.reason.removeprefix("captured when it is called; ")
+                self.pieces[i] = replace(piece, kind=kind, reason=f"{reason}; {why}" if reason else why)
 
     def _code(
         self, part: Extract, key: Key, static: list[bool], fingerprint: str, settings: dict[str, Any]
-    ) -> tuple[_Code, bool]:
+    ) -> tuple[Code, bool]:
         """The code of a piece, and whether it was there already."""
-        env = _shape_env(part)
-        names = {symbol: pieces.canonical(i) for i, symbol in enumerate(key.symbols)}
+        env = _environment_of(part.module.graph.nodes)
+        names = {symbol: keys.canonical(i) for i, symbol in enumerate(key.symbols)}
         back = {name: symbol for symbol, name in names.items()}
         ranges = [env.var_to_range.get(symbol) for symbol in key.symbols] if env is not None else []
         identity = f"{key.hash}/{fingerprint}/{ranges}"
@@ -125,9 +257,9 @@ class Assembler:
                 known = _known.get((identity, variant))
                 if known is not None and _hold(known.facts, env, back):
                     return known, True
-        run = _compile(part, static, settings)
+        run = _compile(part, static, settings, self.compile_piece)
         self.compiled += 1
-        code = _Code(run, _facts(env, names))
+        code = Code(run, _facts(env, names))
         with _lock:
             for variant in range(VARIANTS):
                 if (identity, variant) not in _known:
@@ -136,13 +268,15 @@ class Assembler:
         return code, False
 
 
-def _compile(part: Extract, static: list[bool], settings: dict[str, Any]) -> Callable[[list[Any]], Sequence[Any]]:
+def _compile(
+    part: Extract, static: list[bool], settings: dict[str, Any], compile_piece: CompilePiece | None
+) -> Callable[[list[Any]], Sequence[Any]]:
     from torch._inductor.compile_fx import compile_fx_inner
 
     inputs = [node.meta["val"] for node in part.module.graph.nodes if node.op == "placeholder"]
     own = {**settings, "static_input_idxs": [i for i, fixed in enumerate(static) if fixed]}
     with _no_output_strides():
-        run = compile_fx_inner(part.module, inputs, **own)
+        run = (compile_piece or compile_fx_inner)(part.module, inputs, **own)
     _check_strides(part, getattr(run, "output_strides", None))
     return run
 
@@ -177,9 +311,9 @@ def _no_output_strides() -> Iterator[None]:
         context.output_strides = before
 
 
-def _shape_env(part: Extract) -> Any:
-    """What knows about the symbols of a piece, or None when it has none."""
-    for node in part.module.graph.nodes:
+def _environment_of(nodes: Iterable[Node]) -> Any:
+    """What knows about the symbols in the sizes of `nodes`, or None when they have none."""
+    for node in nodes:
         value = node.meta.get("val")
         for size in (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,):
             if isinstance(size, torch.SymInt):
@@ -192,14 +326,14 @@ def _facts(env: Any, names: dict[sympy.Symbol, sympy.Symbol]) -> tuple[sympy.Bas
     if env is None:
         return ()
     own = [guard.expr for guard in env.guards if guard.expr.free_symbols and guard.expr.free_symbols <= names.keys()]
-    facts = tuple(dict.fromkeys(pieces.renamed(fact, names) for fact in own))
+    facts = tuple(dict.fromkeys(keys.renamed(fact, names) for fact in own))
     # One that says nothing any more, because the new names have fewer properties, would be lost: nobody may take over.
     return facts if all(fact.free_symbols for fact in facts) else (sympy.false,)
 
 
 def _hold(facts: Sequence[sympy.Basic], env: Any, names: dict[sympy.Symbol, sympy.Symbol]) -> bool:
     """Whether the facts are true here; they become guards if they are."""
-    here = [pieces.renamed(fact, names) for fact in facts]
+    here = [keys.renamed(fact, names) for fact in facts]
     if not all(_is_true(env, fact) for fact in here):
         return False
     return all(bool(env.evaluate_expr(fact)) for fact in here)
@@ -257,96 +391,3 @@ def _fingerprint() -> str:
         torch.is_inference_mode_enabled(),
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
-# -------------------------------------------------------------------------------------------------------------- running
-
-
-class _Sizes:
-    """Where the sizes come from that symbols stand for: an input, or an axis of one."""
-
-    def __init__(self, placeholders: Sequence[Node]):
-        self.found: dict[sympy.Symbol, tuple[int, int | None, torch.SymInt]] = {}
-        for position, node in enumerate(placeholders):
-            value = node.meta["val"]
-            if isinstance(value, torch.SymInt) and (symbol := pieces.symbol_of(value)) is not None:
-                self.found[symbol] = (position, None, value)
-        for position, node in enumerate(placeholders):
-            value = node.meta["val"]
-            shape: tuple[Any, ...] = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
-            for axis, size in enumerate(shape):
-                if (symbol := pieces.symbol_of(size)) is not None and symbol not in self.found:
-                    self.found[symbol] = (position, axis, size)
-
-    def of(self, symbol: sympy.Symbol) -> torch.SymInt:
-        """The size as the graph knows it.
-
-        Raises:
-            KeyError: no input has it.
-        """
-        return self.found[symbol][2]
-
-    def source(self, symbol: sympy.Symbol) -> tuple[int, int | None]:
-        """Position of the input, and the axis if it is a tensor."""
-        return self.found[symbol][:2]
-
-
-@dataclass(frozen=True)
-class _Step:
-    """A call of a piece: which values it reads, where its results go, which are not read any more."""
-
-    code: _Code
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    done: tuple[int, ...]
-
-
-def _program(
-    placeholders: Sequence[Node], sizes: _Sizes, made: Sequence[tuple[Extract, _Code]], output: Node
-) -> Callable[[list[Any]], list[Any]]:
-    places: dict[Any, int] = {node: i for i, node in enumerate(placeholders)}
-    for part, _ in made:
-        for value in (*part.symbols, *part.outputs):
-            places.setdefault(value, len(places))
-    measured = tuple(
-        (places[symbol], *sizes.source(symbol)) for symbol in dict.fromkeys(s for part, _ in made for s in part.symbols)
-    )
-    results = tuple(_result(one, places) for one in output.args[0])
-    kept = {place for place, _ in results if place is not None}
-    last: dict[int, int] = {}
-    for number, (part, _) in enumerate(made):
-        for value in (*part.inputs, *part.symbols, *part.outputs):
-            last[places[value]] = number
-    steps = []
-    for number, (part, code) in enumerate(made):
-        inputs = tuple(places[value] for value in (*part.inputs, *part.symbols))
-        done = tuple(place for place, at in last.items() if at == number and place not in kept)
-        steps.append(_Step(code, inputs, tuple(places[node] for node in part.outputs), done))
-    run = functools.partial(_run, tuple(steps), measured, results, len(places))
-    run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd hands over a list then, to be emptied
-    return run
-
-
-def _result(argument: Any, places: dict[Any, int]) -> tuple[int | None, Any]:
-    """Where a result of the graph lies, or the constant that it is."""
-    return (places[argument], None) if isinstance(argument, Node) else (None, argument)
-
-
-def _run(
-    steps: tuple[_Step, ...],
-    measured: tuple[tuple[int, int, int | None], ...],
-    results: tuple[tuple[int | None, Any], ...],
-    size: int,
-    inputs: list[Any],
-) -> list[Any]:
-    values = [*inputs, *[None] * (size - len(inputs))]
-    inputs.clear()
-    for place, position, axis in measured:
-        values[place] = values[position] if axis is None else values[position].shape[axis]
-    for step in steps:
-        arguments = [values[i] for i in step.inputs]
-        for i in step.done:
-            values[i] = None
-        for place, value in zip(step.outputs, step.code.run(arguments), strict=True):
-            values[place] = value
-    return [constant if place is None else values[place] for place, constant in results]

@@ -15,19 +15,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 import dsv4_compile
 from dsv4_compile import memory, verification
 from dsv4_compile.assembly import Assembler
 from dsv4_compile.dump.writer import GraphDump, observe, recording
 from dsv4_compile.hook import HOOK, chained
+from dsv4_compile.nested import watch
 from dsv4_compile.options import DEFAULTS, Options, disabled
 from dsv4_compile.passes.mhc import MhcPass
 from dsv4_compile.passes.pipeline import Collected, GraphPass, GraphPasses, collecting
 from dsv4_compile.passes.projections import ProjectionsPass
 from dsv4_compile.passes.sites import Missed
 from dsv4_compile.report import CompileReport, GraphReport, Piece, new_report
+from dsv4_compile.runtime.runner import Policy
 from dsv4_compile.scalars import fix_model_floats
 
 __all__ = ["StrictError", "dsv4", "graph_passes"]
@@ -35,13 +37,14 @@ __all__ = ["StrictError", "dsv4", "graph_passes"]
 logger = logging.getLogger("dsv4_compile")
 
 _GRADIENTS = "the graph needs gradients (run the model under torch.no_grad() or torch.inference_mode())"
-_NO_CAPTURE = "this release does not capture by itself; mode='reduce-overhead' uses Inductor's CUDA graphs"
-_WITHOUT_EFFECT = {
-    "cudagraphs": _NO_CAPTURE,
-    "capture_sizes": _NO_CAPTURE,
-    "split_ops": "this release does not cut graphs into pieces",
-}
-_NEUTRAL = ("auto", "off", None, (), False)
+watch()
+
+_MODES = ("full", "piecewise", "full_and_piecewise")
+"""Values of `cudagraphs` for which graphs are cut and captured."""
+_MOST_GRAPHS = 128
+"""To which Dynamo's limit of graphs for one function is raised, at most."""
+_NO_CAPTURE = "only cudagraphs='full', 'piecewise' and 'full_and_piecewise' capture"
+_FOR_CAPTURE = ("capture_sizes", "capture_memory", "split_ops")
 
 
 class StrictError(RuntimeError):
@@ -94,6 +97,8 @@ def dsv4(
         graph.nodes = graph.nodes or size  # the passes, which count those of the functional graph, did not run
         _settle(report, graph, collected, chosen)
         memory.pack(collected, example_inputs, graph)
+        if _cuts(chosen):
+            _make_room(report)
         if dump is not None and dump.problem is not None:
             graph.notes.append(dump.problem)
         logger.info("%s", report)
@@ -130,11 +135,13 @@ def _compile(
         logger.warning("Graph %s is compiled without replacements: %s.", graph.id, _GRADIENTS)
         passes = None
     if options.compiler == "eager":
-        return _eager(gm, inputs, passes)
+        in_pieces = passes is not None and _cuts(options)
+        observe = None if dump is None else dump.piece
+        return _eager(gm, inputs, passes, _assembler(options, graph, observe) if in_pieces else None)
     if passes is not None:
         patches = {**patches, HOOK: chained(passes, patches)}
-        if os.environ.get("DSV4_PIECES") == "1":
-            return _in_pieces(gm, inputs, patches, graph, dump)
+        if _cuts(options):
+            return _in_pieces(gm, inputs, options, patches, graph, dump)
     return _inductor(gm, inputs, patches, dump)
 
 
@@ -155,13 +162,18 @@ def _inductor(gm: GraphModule, inputs: Sequence[Any], patches: dict[str, Any], d
 
 
 def _in_pieces(
-    gm: GraphModule, inputs: Sequence[Any], patches: dict[str, Any], graph: GraphReport, dump: GraphDump | None
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    options: Options,
+    patches: dict[str, Any],
+    graph: GraphReport,
+    dump: GraphDump | None,
 ) -> Any:
     """Each distinct piece of the graph compiled once, without the cache of AOTAutograd, which keeps whole graphs."""
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx
 
-    assembler = Assembler(observe=None if dump is None else dump.piece)
+    assembler = _assembler(options, graph, None if dump is None else dump.piece)
 
     def inner(*args: Any, **kwargs: Any) -> Any:
         compiled = assembler.compile(*args, **kwargs)
@@ -171,14 +183,29 @@ def _in_pieces(
 
     with config.patch(enable_autograd_cache=False):
         compiled = compile_fx(gm, inputs, inner_compile=inner, config_patches=patches or None)
-    graph.pieces = assembler.pieces
     if assembler.whole is not None:
         graph.notes.append(f"compiled as one piece: {assembler.whole}")
     return compiled
 
 
-def _eager(gm: GraphModule, inputs: Sequence[Any], passes: GraphPasses | None) -> Callable[..., Any]:
-    """The rewritten graph, run node by node."""
+def _assembler(options: Options, graph: GraphReport, observe: Callable[[str, Graph, str], None] | None) -> Assembler:
+    """One that writes into the report of the graph."""
+    asked = options.cudagraphs in _MODES
+    policy = Policy(options.capture_sizes, options.capture_memory, options.verify, strict=options.strict and asked)
+    return Assembler(
+        mode=options.cudagraphs if asked else "off",
+        policy=policy,
+        split_ops=options.split_ops,
+        observe=observe,
+        pieces=graph.pieces,
+        cudagraphs=graph.cudagraphs,
+    )
+
+
+def _eager(
+    gm: GraphModule, inputs: Sequence[Any], passes: GraphPasses | None, assembler: Assembler | None = None
+) -> Callable[..., Any]:
+    """The rewritten graph, run node by node, or recorded as `assembler` says."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._inductor.decomposition import select_decomp_table
@@ -186,11 +213,14 @@ def _eager(gm: GraphModule, inputs: Sequence[Any], passes: GraphPasses | None) -
     def plain(module: GraphModule, _: Sequence[Any]) -> Any:
         return make_boxed_func(module.forward)
 
-    def rewritten(module: GraphModule, _: Sequence[Any]) -> Any:
+    def rewritten(module: GraphModule, given: Sequence[Any]) -> Any:
         if passes is not None:
             passes(module.graph)
             module.recompile()
-        return make_boxed_func(module.forward)
+        if assembler is None:
+            return make_boxed_func(module.forward)
+        assembler.compile_piece = lambda part, *_, **__: make_boxed_func(part.forward)
+        return assembler.compile(module, given, static_input_idxs=_static(), is_inference=True)
 
     compiler = aot_autograd(
         fw_compiler=plain,
@@ -200,6 +230,12 @@ def _eager(gm: GraphModule, inputs: Sequence[Any], passes: GraphPasses | None) -
         keep_inference_input_mutations=True,
     )
     return compiler(gm, inputs)
+
+
+def _static() -> list[int]:
+    """Positions of the inputs that keep their address: parameters, and what is marked so."""
+    context = torch._guards.TracingContext.try_get()
+    return list(context.fw_metadata.static_input_indices) if context is not None and context.fw_metadata else []
 
 
 def _inductor_patches(mode: str | None, options: Options) -> dict[str, Any]:
@@ -243,6 +279,10 @@ def _settle(report: CompileReport, graph: GraphReport, collected: Collected, opt
     if options.mhc == "auto" and graph.mhc and not isinstance(report.effective["mhc"], Mapping):
         family = graph.mhc[0].kernel
         report.effective["mhc"] = {"value": family, "reason": f"the family for {report.device}"}
+    if options.cudagraphs in _MODES and graph.cudagraphs.mode != options.cudagraphs:
+        reasons = [one["reason"] for one in graph.cudagraphs.fallbacks]
+        reason = reasons[0] if reasons else "the best that this graph allows"
+        report.effective["cudagraphs"] = {"value": graph.cudagraphs.mode, "reason": reason}
     strategies = sorted({group.strategy for group in graph.projections})
     if options.projections == "auto" and strategies:
         reason = graph.projections[0].reason
@@ -270,8 +310,13 @@ def _enforce(options: Options, report: CompileReport, graph: GraphReport, collec
     missed: list[Missed] = [m for m in graph.missed if m.kind in (named or asked)]
     if missed:
         raise StrictError(f"Graph {graph.id}: {missed[0].kind} at {missed[0].site} was left alone: {missed[0].reason}.")
-    for option, reason in _WITHOUT_EFFECT.items():
-        if option in options.explicit and getattr(options, option) not in _NEUTRAL:
+    if options.cudagraphs in _MODES and graph.cudagraphs.mode == "off":
+        raise StrictError(
+            f"Graph {graph.id}: cudagraphs={options.cudagraphs!r} was asked for and nothing is captured: "
+            f"{graph.cudagraphs.fallbacks[0]['reason']}."
+        )
+    for option, reason in _without_effect(options):
+        if option in options.explicit:
             raise StrictError(f"{option}={getattr(options, option)!r} was asked for and has no effect: {reason}.")
 
 
@@ -308,13 +353,38 @@ def _caller() -> Any:
 
 def _first_effective(options: Options) -> dict[str, Any]:
     effective: dict[str, Any] = options.to_dict()
-    for option, reason in _WITHOUT_EFFECT.items():
-        if option == "cudagraphs" and options.cudagraphs == "auto":
-            effective[option] = {"value": "off", "reason": reason}
-        elif getattr(options, option) not in _NEUTRAL:
-            effective[option] = {"value": "off" if option == "cudagraphs" else DEFAULTS[option], "reason": reason}
-            logger.warning("%s=%r has no effect: %s.", option, getattr(options, option), reason)
+    if options.cudagraphs == "auto":
+        effective["cudagraphs"] = {"value": "off", "reason": _NO_CAPTURE}
+    for option, reason in _without_effect(options):
+        effective[option] = {"value": DEFAULTS[option], "reason": reason}
+        logger.warning("%s=%r has no effect: %s.", option, getattr(options, option), reason)
     return effective
+
+
+def _cuts(options: Options) -> bool:
+    """Whether graphs are compiled piece by piece."""
+    return options.cudagraphs in _MODES or os.environ.get("DSV4_PIECES") == "1"
+
+
+def _make_room(report: CompileReport) -> None:
+    """Raises Dynamo's limit of graphs for one function before it is reached: later ones share their code.
+
+    A cache that grows goes through more phases than the limit allows by default, and Dynamo would then run the model
+    uncompiled without an error.
+    """
+    from torch._dynamo import config
+
+    limit = config.recompile_limit
+    if len(report.graphs) >= limit - 1 and limit < _MOST_GRAPHS:
+        config.recompile_limit = min(4 * limit, _MOST_GRAPHS)
+        logger.info("torch._dynamo.config.recompile_limit is %d from now on, was %d.", config.recompile_limit, limit)
+
+
+def _without_effect(options: Options) -> list[tuple[str, str]]:
+    """Options that are set and do nothing here, with the reason."""
+    if options.cudagraphs in _MODES:
+        return []
+    return [(name, _NO_CAPTURE) for name in _FOR_CAPTURE if getattr(options, name) not in (None, ())]
 
 
 def _graph_id(report: CompileReport) -> str:

@@ -33,7 +33,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "compiler": ("inductor", "eager"),
 }
 
-_WITHOUT_EFFECT_ON_CODE = frozenset({"dump_dir", "verify", "strict"})
+_WITHOUT_EFFECT_ON_CODE = frozenset({"dump_dir", "verify", "strict", "capture_memory"})
 _SIMILAR = 0.6
 """Similarity below which the nearest name is hardly what was meant, and the message lists them all."""
 
@@ -64,6 +64,8 @@ class Options:
     """Capture mode: `auto`, `off`, `full`, `piecewise`, `full_and_piecewise`."""
     capture_sizes: tuple[int, ...] | None = None
     """Token counts captured ahead, ascending and without repeats; `None` captures a size when it is first seen."""
+    capture_memory: int | None = None
+    """Bytes that the CUDA graphs of the process may take; `None` sets no limit."""
     split_ops: tuple[str, ...] = ()
     """Extra operators to cut the graph at, by qualified name (`vllm::unified_attention`)."""
     deterministic: bool = False
@@ -205,6 +207,11 @@ CONTRADICTIONS = (
         'nothing is captured when cudagraphs is off; use cudagraphs="auto" or capture_sizes=None',
     ),
     _Contradiction(
+        ("capture_memory", "cudagraphs"),
+        lambda options: options.capture_memory is not None and options.cudagraphs == "off",
+        'nothing is captured when cudagraphs is off; use cudagraphs="auto" or capture_memory=None',
+    ),
+    _Contradiction(
         ("inductor", "compiler"),
         lambda options: bool(options.inductor) and options.compiler == "eager",
         'Inductor does not run under the eager compiler; use compiler="inductor" or inductor={}',
@@ -324,6 +331,18 @@ def _sizes(name: str, value: Any) -> tuple[int, ...] | None:
     )
 
 
+def _bytes(name: str, value: Any) -> int | None:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+        return value
+    nearest = 1 if isinstance(value, int) and not isinstance(value, bool) else None
+    if isinstance(value, float) and value > 0 and value == value and value != float("inf"):
+        nearest = max(1, int(value))
+    raise OptionError(
+        f"Option {name!r} must be None or a number of bytes of at least 1, and it is {_found(value)}; "
+        f"the nearest is {nearest}."
+    )
+
+
 def _operators(name: str, value: Any) -> tuple[str, ...]:
     rule = f"Option {name!r} must be a list of qualified operator names such as 'vllm::unified_attention'"
     if isinstance(value, str) or not isinstance(value, list | tuple):
@@ -372,6 +391,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "mhc": _choice,
     "cudagraphs": _choice,
     "capture_sizes": _sizes,
+    "capture_memory": _bytes,
     "split_ops": _operators,
     "deterministic": _switch,
     "verify": _count,

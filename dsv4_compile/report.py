@@ -20,6 +20,7 @@ __all__ = [
     "CudaGraphs",
     "GraphReport",
     "Piece",
+    "capture_lines",
     "choice_text",
     "form_text",
     "group_text",
@@ -47,7 +48,12 @@ class Piece:
 
 @dataclass
 class CudaGraphs:
-    """Capture and replay of one graph."""
+    """Capture and replay of one graph.
+
+    `mode` is `full` when one CUDA graph holds a call, `piecewise` when several do, else `off`. `sizes` are the token
+    counts that are captured, `bytes` what they take, `fallbacks` what is not replayed: the `reason`, the first `piece`
+    and the number of `tokens` where one is meant.
+    """
 
     mode: str = "off"
     sizes: list[int] = field(default_factory=list)
@@ -60,8 +66,8 @@ class CudaGraphs:
 class GraphReport:
     """One graph that Dynamo handed over.
 
-    `pieces` and `cudagraphs` describe capture; the graph is one compiled piece in this release, and Inductor's own
-    CUDA graphs (`mode="reduce-overhead"`) are not counted here. `streams` is how many auxiliary streams the graph asks
+    `pieces` and `cudagraphs` describe capture, and change while the graph runs; Inductor's own CUDA graphs
+    (`mode="reduce-overhead"`) are not counted here. `streams` is how many auxiliary streams the graph asks
     for, at most the option `num_streams`; on a device without streams it asks and gets none.
     """
 
@@ -150,7 +156,26 @@ def _graph_lines(graph: GraphReport) -> list[str]:
     for group in graph.measured():
         lines.append(f"  projections at {group.site or '(root)'}: {group_text(group)}")
         lines += [f"    {choice_text(choice, group)}" for choice in group.measured]
+    lines += capture_lines(graph)
     lines += [f"  missed {m.kind} at {m.site or '(unknown module)'}: {m.reason}" for m in graph.missed]
+    return lines
+
+
+def capture_lines(graph: GraphReport) -> list[str]:
+    """What is captured, and what is not and why."""
+    known = graph.cudagraphs
+    lines = []
+    if known.mode != "off":
+        captured = sum(piece.kind == "captured" for piece in graph.pieces)
+        sizes = ", ".join(map(str, known.sizes)) or "no size yet"
+        lines.append(
+            f"  cuda graphs: {known.mode}, {captured} of {len(graph.pieces)} pieces at {sizes} tokens; "
+            f"{known.replays} replays, {known.bytes / 2**20:.1f} MiB"
+        )
+    for reason in dict.fromkeys(one["reason"] for one in known.fallbacks):
+        at = sorted({one["tokens"] for one in known.fallbacks if one["reason"] == reason} - {""}, key=int)
+        where = f" at {', '.join(at)} tokens" if at else ""
+        lines.append(f"  not captured{where}: {reason}")
     return lines
 
 

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from dsv4_compile.report import GraphReport
 
-__all__ = ["TOLERANCE", "copy_of", "verified"]
+__all__ = ["TOLERANCE", "copy_of", "difference", "verified"]
 
 logger = logging.getLogger("dsv4_compile")
 
@@ -72,7 +72,7 @@ def verified(compiled: Callable[..., Any], original: GraphModule, calls: int, gr
             graph.notes.append("verify: a call was not compared, because the graph draws random numbers")
             return expected
         compared += 1
-        problem = _difference(actual, expected) or _difference(copies, args)
+        problem = difference(actual, expected) or difference(copies, args)
         if problem is not None:
             failed = True
             graph.notes.append(f"verify: the compiled graph was dropped: {problem}")
@@ -126,7 +126,8 @@ def _writes(node: torch.fx.Node) -> bool:
     return (name.endswith("_") and not name.endswith("__")) or name in _WRITING
 
 
-def _difference(actual: Any, expected: Any) -> str | None:
+def difference(actual: Any, expected: Any) -> str | None:
+    """Where tensors differ by more than `TOLERANCE`, in one line, or None."""
     pairs: Sequence[tuple[Any, Any]] = list(zip(pytree.tree_leaves(actual), pytree.tree_leaves(expected), strict=True))
     for i, (a, b) in enumerate(pairs):
         if not isinstance(b, torch.Tensor) or a is b:
@@ -144,6 +145,6 @@ def _difference(actual: Any, expected: Any) -> str | None:
         if not torch.equal(wide_a.where(~finite, 0).nan_to_num(7), wide_b.where(~finite, 0).nan_to_num(7)):
             return f"tensor {i} differs in where it is finite"
         error = torch.linalg.vector_norm((wide_a - wide_b)[finite]) / (torch.linalg.vector_norm(wide_b[finite]) + 1e-30)
-        if error > TOLERANCE.get(b.dtype, 1e-4):
+        if not error <= TOLERANCE.get(b.dtype, 1e-4):  # NaN is no small error
             return f"tensor {i} differs by {float(error):.2g} of its norm"
     return None

@@ -24,7 +24,7 @@ from dsv4_compile.passes.axes import TokenAxes, Unsupported
 from dsv4_compile.passes.classes import Carriers, carriers, inexact, is_wider, settled
 from dsv4_compile.passes.mhc_pre import STREAMS, OnStreams, is_inside, products, residuals
 from dsv4_compile.passes.mhc_proof import DRAWS, Case, Draw, draw_inputs
-from dsv4_compile.passes.region import Region, count, grow, is_floating, is_leaf, shape
+from dsv4_compile.passes.region import Region, are, count, grow, is_floating, is_leaf, shape
 from dsv4_compile.passes.sites import module_path
 
 __all__ = ["HeadMatch", "HeadProof", "find"]
@@ -91,7 +91,7 @@ def _anchors(graph: Graph) -> Iterator[tuple[Node, int, int, bool]]:
 def _match(product: Node, fn: Node, n: int, hidden: int, turned: bool, order: dict[Node, int]) -> HeadMatch | None:
     for residual in residuals(product, fn, n, hidden):
         dims = shape(residual) or ()
-        axes = TokenAxes(dims[: len(dims) - (1 if dims[-1] == n * hidden else 2)])
+        axes = TokenAxes(dims[: len(dims) - (1 if are(dims[-1:], [n * hidden]) else 2)])
         if axes.rows == 0 or not all(isinstance(d, int) for d in dims[axes.rank :]):
             continue
         region = grow([residual], order, allow=functools.partial(is_inside, (residual, fn)))

@@ -210,10 +210,12 @@ def _match(candidate: _Candidate, order: dict[Node, int], held: dict[Node, Round
     """A match, why the operands of the formula are none, or None when the formula has other ones."""
     roles = (candidate.x, candidate.residual, candidate.post, candidate.comb)
     dims = shape(candidate.residual) or ()
-    n = int((shape(candidate.comb) or (0,))[-1])
+    n, hidden = (shape(candidate.comb) or (0,))[-1], (shape(candidate.x) or (0,))[-1]
+    if not (isinstance(n, int) and isinstance(hidden, int) and isinstance((dims or (None,))[-1], int)):
+        return None  # to compare a symbol would fix it
     if n == 0 or len(set(roles)) < 4:
         return None
-    flat = dims[-1] != (shape(candidate.x) or ())[-1]
+    flat = dims[-1] != hidden
     lead = dims[: -1 if flat else -2]
     axes = TokenAxes(lead)
     if axes.rows == 0:
@@ -228,7 +230,6 @@ def _match(candidate: _Candidate, order: dict[Node, int], held: dict[Node, Round
     roundings = _roundings(region, out, roles, held)
     if roundings is None:
         return _ROUNDED
-    hidden = int((shape(candidate.x) or (0,))[-1])
     return PostMatch(*roles, transposed, roundings, n, hidden, region, out)
 
 

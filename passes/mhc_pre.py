@@ -131,7 +131,7 @@ def _match(product: Node, fn: Node, n: int, hidden: int, turned: bool, order: di
     reason = None
     for residual in residuals(product, fn, n, hidden):
         dims = shape(residual) or ()
-        features = 1 if dims[-1] == n * hidden else 2
+        features = 1 if are(dims[-1:], [n * hidden]) else 2
         axes = TokenAxes(dims[: len(dims) - features])
         if axes.rows == 0 or not all(isinstance(d, int) for d in dims[axes.rank :]):
             continue

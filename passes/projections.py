@@ -220,7 +220,9 @@ def _parse(node: Node) -> _Linear | tuple[Node, str] | None:
     if op not in (aten.mm, aten.addmm) or not is_floating(node):
         return None
     bias, activation, weight = _operands(node)
-    inner = int((shape(weight) or (0,))[0])
+    inner = (shape(weight) or (0,))[0]
+    if not isinstance(inner, int):
+        return None  # a product of activations, whose sizes are not to be asked for: that would fix them
     x, chain = _trace(activation, inner)
     if leaf_of(weight) is None:
         return (x, "its weight is computed, not a parameter") if _from_parameters(weight) else None

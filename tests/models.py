@@ -28,6 +28,8 @@ def deepseek(
     experts: str = "grouped_mm",
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
+    index_heads: int = 2,
+    index_topk: int = 2,
 ) -> nn.Module:
     """transformers' `DeepseekV4ForCausalLM`, untouched but for its size, ready for `torch.compile`.
 
@@ -41,6 +43,8 @@ def deepseek(
         window: tokens in the sliding window.
         iters: Sinkhorn iterations; few make few nodes.
         hash_layers: how many of the first layers route by the table, the others by top-k.
+        index_heads: of the indexer; with few of them scores are often tied at zero.
+        index_topk: compressed entries that a query attends to.
         experts: how transformers runs them; "grouped_mm" and "batched_mm" can be traced, and the latter takes float64.
     """
     from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
@@ -63,9 +67,9 @@ def deepseek(
         sliding_window=window,
         o_groups=2,
         o_lora_rank=8,
-        index_n_heads=2,
+        index_n_heads=index_heads,
         index_head_dim=8,
-        index_topk=2,
+        index_topk=index_topk,
         partial_rotary_factor=0.25,
         hc_sinkhorn_iters=iters,
         eos_token_id=None,

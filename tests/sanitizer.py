@@ -1,11 +1,12 @@
-"""Every mHC kernel for a GPU under compute-sanitizer, at small sizes.
+"""Every mHC kernel for a GPU, and the skinny product, under compute-sanitizer, at small sizes.
 
     python -m tests.sanitizer                # from the root of the checkout; exit status 1 when anything is found
     python -m tests.sanitizer --tools memcheck
 
 For each stream count, hidden size and dtype a process of its own calls each operator of each family at several token
-counts, deterministic or not, and `post_pre` of the CUDA family with each shipped plan. They run side by side: first
-without a tool, which compiles everything, then under each of these:
+counts, deterministic or not, and `post_pre` of the CUDA family with each shipped plan. One more process calls the
+skinny product with each plan. They run side by side: first without a tool, which compiles everything, then under each
+of these:
 
 - memcheck: accesses out of bounds or misaligned. Torch's allocator is switched off, because it gives out parts of large
   blocks, in which a neighbour's memory is in bounds. (The counters of the CUDA family stay in the large block that the
@@ -35,6 +36,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dsv4_compile.kernels.linear import skinny, tuning
+from dsv4_compile.kernels.linear.skinny.plans import PLANS, fitted
 from dsv4_compile.kernels.mhc import cuda, families
 from dsv4_compile.kernels.mhc.cuda.plans import SHIPPED
 from tests.kernels.test_mhc import Case, distance, make, oracle_post, oracle_pre
@@ -45,6 +48,8 @@ FAMILIES = ("cuda", "triton", "tilelang")
 NEEDED = ("cuda", "triton")
 TOKENS = (1, 3, 17, 40, 70)
 SIZES = tuple(itertools.product((2, 4), (64, 1000), ("bfloat16", "float32")))  # streams, hidden, dtype
+SKINNY = "skinny"
+PROCESSES = (*(",".join(map(str, size)) for size in SIZES), SKINNY)
 NEAR = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
 FOUND = 99
 SECONDS = 240  # of a process at most
@@ -103,9 +108,31 @@ def run(n: int, hidden: int, dtype: torch.dtype) -> None:
         print(f"{family}: {count} calls")
 
 
-def under(tool: str | None, size: tuple[int, int, str]) -> tuple[int, str]:
-    """Exit status and output of the process for `size`, under `tool` or under none."""
-    command = [sys.executable, "-m", "tests.sanitizer", "--only", ",".join(map(str, size))]
+def run_skinny() -> None:
+    """In this process: rows that fill no tile, columns that fill no stage, outputs of two dtypes, a bias."""
+    card, count = tuning.card_of(0), 0
+    for plan, tokens, columns in itertools.product(PLANS.values(), (1, 9, 33, 64), (520, 2056)):
+        features = (70, 1, 33, 500)
+        if fitted(plan, "bf16", tokens, features, columns, card.capability, card.multiprocessors) is None:
+            continue
+        rows, *weights = [torch.randn(lines, columns).to(torch.bfloat16).cuda() for lines in (tokens, *features)]
+        biases = [torch.ones(70, dtype=torch.bfloat16, device="cuda"), None, None, None]
+        outputs = [torch.empty(tokens, lines, device="cuda") for lines in features[:2]]
+        outputs += [rows.new_empty(tokens, lines) for lines in features[2:]]
+        skinny.multiply(plan, rows, weights, biases, outputs)
+        for weight, bias, output in zip(weights, biases, outputs, strict=True):
+            wanted = torch.nn.functional.linear(
+                *(None if t is None else t.cpu().double() for t in (rows, weight, bias))
+            )
+            assert distance(output.cpu(), wanted) <= NEAR[torch.bfloat16], (plan, tokens, columns)
+        count += 1
+    assert count and skinny.unavailable() is None, (count, skinny.unavailable())
+    print(f"skinny: {count} calls")
+
+
+def under(tool: str | None, process_name: str) -> tuple[int, str]:
+    """Exit status and output of one of `PROCESSES`, under `tool` or under none."""
+    command = [sys.executable, "-m", "tests.sanitizer", "--only", process_name]
     if tool is not None:
         command = ["compute-sanitizer", "--tool", tool, *OPTIONS, *OF_TOOL.get(tool, ()), *command]
     process = subprocess.Popen(
@@ -128,8 +155,11 @@ def under(tool: str | None, size: tuple[int, int, str]) -> tuple[int, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tools", type=lambda text: text.split(","), default=list(TOOLS))
-    parser.add_argument("--only", help="streams,hidden,dtype: the calls themselves, in this process")
+    parser.add_argument("--only", help="streams,hidden,dtype, or skinny: the calls themselves, in this process")
     arguments = parser.parse_args()
+    if arguments.only == SKINNY:
+        run_skinny()
+        return 0
     if arguments.only:
         n, hidden, dtype = arguments.only.split(",")
         run(int(n), int(hidden), getattr(torch, dtype))
@@ -138,11 +168,11 @@ def main() -> int:
         print("There is no compute-sanitizer on PATH; it comes with the CUDA toolkit.")
         return 1
     failed = False
-    with ThreadPoolExecutor(min(len(SIZES), os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(min(len(PROCESSES), os.cpu_count() or 1)) as pool:
         for tool in (None, *arguments.tools):
-            results = pool.map(lambda size, tool=tool: under(tool, size), SIZES)
-            for size, (status, text) in zip(SIZES, results, strict=True):
-                print(f"{tool or 'no tool'}, {size}: {'fine' if status == 0 else f'exit status {status}'}", flush=True)
+            results = pool.map(lambda name, tool=tool: under(tool, name), PROCESSES)
+            for name, (status, text) in zip(PROCESSES, results, strict=True):
+                print(f"{tool or 'no tool'}, {name}: {'fine' if status == 0 else f'exit status {status}'}", flush=True)
                 if status:
                     failed = True
                     print(text[-6000:], flush=True)

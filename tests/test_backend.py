@@ -529,9 +529,18 @@ def test_verify_knows_the_operators_that_write(name):
 def test_verify_compares_infinities_and_complex_numbers():
     inf, nan = torch.tensor([torch.inf, 1.0]), torch.tensor([torch.nan, 1.0])
     same = [(inf, inf), (nan, nan), (torch.tensor([1 + 2j]), torch.tensor([1 + 2j]))]
-    assert all(verification._difference([a], [b]) is None for a, b in same)
-    other = [(inf, -inf), (nan, inf), (inf, nan), (torch.tensor([1 + 2j]), torch.tensor([1 + 3j]))]
-    assert all(verification._difference([a], [b]) is not None for a, b in other)
+    assert all(verification.difference([a], [b]) is None for a, b in same)
+    one = torch.tensor([1.0, 1.0])
+    other = [
+        (inf, -inf),
+        (nan, inf),
+        (inf, nan),
+        (nan, one),
+        (inf, one),
+        (one, nan),
+        (torch.tensor([1 + 2j]), torch.tensor([1 + 3j])),
+    ]
+    assert all(verification.difference([a], [b]) is not None for a, b in other)
 
 
 @pytest.mark.parametrize("parameter", [False, True], ids=["buffer", "parameter"])

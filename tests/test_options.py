@@ -21,6 +21,7 @@ DEFAULTS = {
     "mhc": "auto",
     "cudagraphs": "auto",
     "capture_sizes": None,
+    "capture_memory": None,
     "split_ops": [],
     "deterministic": False,
     "verify": 0,
@@ -52,6 +53,9 @@ WRONG = [
     ({"capture_sizes": []}, "empty", "None"),
     ({"capture_sizes": 8}, "the int 8", "[8]"),
     ({"capture_sizes": "8"}, "the str '8'", "None"),
+    ({"capture_memory": 0}, "the int 0", "is 1"),
+    ({"capture_memory": 1.5e9}, "the float", "is 1500000000"),
+    ({"capture_memory": "1GB"}, "the str '1GB'", "is None"),
     ({"split_ops": "vllm::unified_attention"}, "the str", "['vllm::unified_attention']"),
     ({"split_ops": ["vllm.unified_attention"]}, "'vllm.unified_attention'", "'vllm::unified_attention'"),
     ({"split_ops": ["torch.ops.vllm.mla.default"]}, "mla.default", "'vllm::mla.default'"),
@@ -69,6 +73,7 @@ CONTRADICTING = [
     ({"projections": "streams", "num_streams": 0}, "num_streams=3"),
     ({"projections": "streams", "stream_max_tokens": 0}, "stream_max_tokens=1024"),
     ({"capture_sizes": [1, 2], "cudagraphs": "off"}, 'cudagraphs="auto"'),
+    ({"capture_memory": 1 << 30, "cudagraphs": "off"}, "capture_memory=None"),
     ({"compiler": "eager", "inductor": {"max_autotune": True}}, 'compiler="inductor"'),
 ]
 
@@ -264,10 +269,12 @@ def test_disable_with_another_word_is_an_error() -> None:
 def test_every_option_that_changes_code_changes_the_fingerprint() -> None:
     prints = {Options.from_mapping({name: value}).fingerprint() for name, value in CHANGED.items()}
     assert len(prints | {Options().fingerprint()}) == len(CHANGED) + 1
-    assert set(CHANGED) | {"dump_dir", "verify", "strict"} == set(DEFAULTS)
+    assert set(CHANGED) | {"dump_dir", "verify", "strict", "capture_memory"} == set(DEFAULTS)
 
 
-@pytest.mark.parametrize("mapping", [{"dump_dir": "here"}, {"verify": 3}, {"strict": True}, {"mhc": "auto"}])
+@pytest.mark.parametrize(
+    "mapping", [{"dump_dir": "here"}, {"verify": 3}, {"capture_memory": 9}, {"strict": True}, {"mhc": "auto"}]
+)
 def test_options_without_effect_on_code_leave_the_fingerprint(mapping: dict[str, object]) -> None:
     assert Options.from_mapping(mapping).fingerprint() == Options().fingerprint()
 

@@ -17,7 +17,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import dsv4_compile
 from dsv4_compile import assembly
-from dsv4_compile.passes import pieces
+from dsv4_compile.passes import keys as piece_keys
+from dsv4_compile.passes.extraction import Extract
 from tests.models import SLIDING, deepseek
 
 
@@ -73,7 +74,7 @@ def count_compilations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     compiled: list[int] = []
     real = assembly._compile
 
-    def counted(part: pieces.Extract, *rest: object) -> Callable[..., object]:
+    def counted(part: Extract, *rest: object) -> Callable[..., object]:
         compiled.append(len(part.module.graph.nodes))
         return real(part, *rest)
 
@@ -346,7 +347,7 @@ def test_a_failure_is_one_piece_with_a_reason(monkeypatch: pytest.MonkeyPatch) -
     def broken(*_: object) -> None:
         raise ValueError("no key today")
 
-    monkeypatch.setattr(pieces, "key_of", broken)
+    monkeypatch.setattr(piece_keys, "key_of", broken)
     _, graph = run(Stack(Block(8), Block(8)), torch.randn(5, 8))
     assert len(graph.pieces) == 1 and "no key today" in graph.notes[0]
 
@@ -404,13 +405,14 @@ def test_another_process_finds_the_pieces_of_another_model_in_the_cache(tmp_path
 @pytest.mark.slow
 def test_layers_of_the_real_model_and_phases_of_its_cache_share_code(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = count_compilations(monkeypatch)
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 32)
     model = deepseek((SLIDING, SLIDING, SLIDING), iters=2, hash_layers=0)
     ids = torch.randint(0, model.config.vocab_size, (1, 13))
     arguments = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     eager = model.generate(ids, **arguments)
     model.compile(backend="dsv4")
-    assert torch.equal(model.generate(ids, **arguments), eager)
+    with torch._dynamo.config.patch(recompile_limit=4):  # raised before it is reached
+        assert torch.equal(model.generate(ids, **arguments), eager)
+        assert torch._dynamo.config.recompile_limit == 16
     graphs = dsv4_compile.report().graphs
     assert all(len(graph.pieces) == 8 and not graph.notes for graph in graphs)
     prefill = keys(graphs[0])

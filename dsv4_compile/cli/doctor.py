@@ -170,21 +170,22 @@ def _compilation() -> Iterator[Check]:
     """What options lead to in this process: those of `DSV4_OPTIONS`, and the defaults."""
     import torch
 
-    from dsv4_compile.backend import _first_effective
+    from dsv4_compile.backend import _MODES, _cuts, _first_effective
+    from dsv4_compile.runtime.recorder import recorder_of
 
-    options = _in_force()
-    effective = _first_effective(options)
+    options, is_cuda = _in_force(), torch.cuda.is_available()
+    effective, device = _first_effective(options), torch.device("cuda" if is_cuda else "cpu")
     for name in ("projections", "cudagraphs"):
         asked, runs = getattr(options, name), effective[name]
         differs = isinstance(runs, Mapping)
         value, why = (str(runs["value"]), str(runs["reason"])) if differs else (str(runs), "")
         if (name, asked) == ("projections", "auto") and not differs:
-            value, why = ("rule", _RULE) if torch.cuda.is_available() else ("serial", "as they are: as fast on a CPU")
+            value, why = ("rule", _RULE) if is_cuda else ("serial", "as they are: as fast on a CPU")
+        if name == "cudagraphs" and asked in _MODES and recorder_of(device) is None:
+            differs, value, why = True, "off", f"there are no CUDA graphs on {device}"
         yield Check(f"{name}={asked!r}", PROBLEM if differs and asked != "auto" else OK, value, why)
-    is_cut = os.environ.get("DSV4_PIECES") == "1"
-    yield Check(
-        "pieces", OK, "cut between sublayers" if is_cut else "a graph is one piece", "DSV4_PIECES=1 cuts graphs"
-    )
+    value = "graphs are cut" if _cuts(options) else "a graph is one piece"
+    yield Check("pieces", OK, value, "cudagraphs= and DSV4_PIECES=1 cut graphs")
 
 
 def _options() -> Iterator[Check]:

@@ -132,6 +132,6 @@ def _print_captured(captured: dict[str, Any]) -> None:
     replays = f"{captured['replays']} replay{'' if captured['replays'] == 1 else 's'}"
     output.line(f"CUDA graphs: {captured['mode']}, {replays}{sizes}{memory}")
     for fallback in captured["fallbacks"]:
-        rest = ", ".join(f"{name} {value}" for name, value in fallback.items() if name != "reason")
+        rest = ", ".join(f"{name} {value}" for name, value in fallback.items() if name != "reason" and value)
         output.line(f"  not captured: {fallback['reason']}{f' ({rest})' if rest else ''}", "yellow")
     output.line()

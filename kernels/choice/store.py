@@ -60,12 +60,16 @@ class Store:
         return FileLock(f"{path}.lock")
 
     def read(
-        self, problem: str, buckets: Iterable[float], parse: Callable[[Any], T], passed_over: Callable[[str], None]
+        self,
+        problem: str,
+        buckets: Iterable[float],
+        parse: Callable[[float, Any], T],
+        passed_over: Callable[[str], None],
     ) -> dict[float, T]:
         """What was found for `problem`, by the limit of the bucket.
 
         Args:
-            parse: makes it of what is in the file; may raise anything.
+            parse: makes it of the limit of the bucket and what is in the file; may raise anything.
             passed_over: is told what cannot be used, and why.
         """
         of_problem = _of(problem, self._choices(passed_over))
@@ -74,7 +78,7 @@ class Store:
             if (entry := of_problem.get(str(bucket))) is None:
                 continue
             try:
-                found[bucket] = parse(entry)
+                found[bucket] = parse(bucket, entry)
             except Exception as error:
                 where = f"{self.path}: {problem}, up to {bucket} tokens"
                 passed_over(f"{where}: the entry is not used ({_brief(error)})")

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4_compile.kernels.linear import packing, products, strategies, tuning
-from dsv4_compile.kernels.linear.strategies import Plan, Problem
+from dsv4_compile.kernels.linear import packing, products, skinny, strategies, tuning
+from dsv4_compile.kernels.linear.strategies import Operand, Plan, Problem
 from dsv4_compile.kernels.linear.tuning import LIMITS
 
 __all__ = ["composed", "fake", "run", "run_as"]
@@ -34,6 +34,7 @@ class _Group:
         self.features = tuple(weight.shape[0] for weight in weights)
         self.dtypes = tuple(weight.dtype for weight in weights)
         self.runs = _runs(weights)
+        self.aligned = all(map(skinny.is_aligned, weights))
         self.plans: dict[tuple[Any, ...], Plan] = {}
         """Plans that are chosen for good, by what the call adds."""
 
@@ -48,6 +49,7 @@ class _Group:
             tuple(streams),
             rows.dtype,
             rows.is_contiguous(),
+            self.aligned,
         )
 
 
@@ -96,9 +98,15 @@ def run_as(
     biases: list[Tensor | None],
     streams: list[int],
 ) -> list[Tensor]:
-    """The operator with the way `name` of `strategies.STRATEGIES`. For measurements and tests."""
+    """The operator with the way `name` of `strategies.STRATEGIES`. For measurements and tests.
+
+    Raises:
+        RuntimeError: the weights do not lie as the way needs them to.
+    """
     rows = products.rows_of(x)
     problem = _Group(weights).problem(rows, biases, streams, True)
+    if strategies.STRATEGIES[name].gather is not None and not problem.aligned:
+        raise RuntimeError(f"{name} needs weights of which every row is contiguous and begins at 16 bytes.")
     plan = strategies.plan_of(name, problem)
     return _run(plan, plan.operands(weights), x, rows, weights, biases)
 
@@ -177,7 +185,7 @@ def _choose(
 
 def _run(
     plan: Plan,
-    operands: list[list[Tensor]],
+    operands: list[list[Operand]],
     x: Tensor,
     rows: Tensor,
     weights: Sequence[Tensor],
@@ -185,7 +193,9 @@ def _run(
 ) -> list[Tensor]:
     if plan.alone:
         # What serving does in most layers, with as little on the host as can be.
-        outputs = [plan.multiply(rows, operands[0][0], None, None)]
+        operand = operands[0][0]
+        assert isinstance(operand, Tensor)
+        outputs = [plan.strategy.multiply(rows, operand, None, None)]
     else:
         tokens, columns = rows.shape
         outputs = [rows.new_empty((tokens, width), dtype=dtype) for dtype, width in plan.outputs]

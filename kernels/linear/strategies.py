@@ -6,6 +6,7 @@
     streams          current stream:  b        side 1:  a        side 2:  c, d
     pack             current stream:  abc, d
     pack+streams     current stream:  abc      side 1:  d
+    skinny: ...      current stream:  abc wherever they lie, d        up to 64 tokens (`skinny`)
 
 Each product writes its columns of the output of its dtype. A further way (a kernel of its own, say) is one more entry
 of `STRATEGIES`.
@@ -15,14 +16,15 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dsv4_compile.kernels import streams as auxiliary
-from dsv4_compile.kernels.linear import products
+from dsv4_compile.kernels.linear import products, skinny
 
 __all__ = ["STRATEGIES", "Card", "Plan", "Problem", "Strategy", "default", "execute", "fastest", "legal", "plan_of"]
 
@@ -35,13 +37,17 @@ MARGIN = 1.02
 Multiply = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 """`[N, M]` of rows `[N, K]`, transposed weight `[K, M]`, bias `[M]` and where to write it, as `products.multiply`."""
 
+Gather = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor | None], Tensor], None]
+"""Fills `[N, sum M_i]` from rows `[N, K]`, weights `[M_i, K]` and biases `[M_i]`, as `skinny.multiply`."""
+
 
 @dataclass(frozen=True)
 class Card:
-    """A device: its name, its multiprocessors (0 for a CPU)."""
+    """A device: its name, its multiprocessors (0 for a CPU), NVIDIA's compute capability as 90 (0 for others)."""
 
     name: str
     multiprocessors: int
+    capability: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,8 @@ class Problem:
 
     `features` are the M_i of weights `[M_i, columns]`. `runs` are the members of each run of weights that lie one
     behind the other. `streams` are the stream of each weight, all 0 where nothing may leave the current stream. `x` is
-    the dtype of the input, and `contiguous` whether its rows are.
+    the dtype of the input, and `contiguous` whether its rows are. `aligned`: every row of every weight is contiguous
+    and begins at a multiple of 16 bytes.
     """
 
     card: Card
@@ -62,6 +69,7 @@ class Problem:
     streams: tuple[int, ...]
     x: torch.dtype
     contiguous: bool
+    aligned: bool = True
 
     @property
     def has_runs(self) -> bool:
@@ -75,14 +83,17 @@ class Problem:
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way to run a group. `multiply` makes each product; `serves` says whether it can, for the problem."""
+    """One way to run a group. `serves` says whether it can, for the problem and so many tokens."""
 
     packed: bool = False
     """One product for each run, and not for each weight."""
     forks: bool = False
     """Products run on several streams."""
     multiply: Multiply = products.multiply
-    serves: Callable[[Problem], bool] = lambda problem: True
+    """Makes each product but those that `gather` makes."""
+    gather: Gather | None = None
+    """Makes one product for all weights of a dtype that `skinny.takes`, wherever they lie."""
+    serves: Callable[[Problem, float], bool] = lambda problem, tokens: True
 
 
 STRATEGIES: dict[str, Strategy] = {
@@ -90,25 +101,31 @@ STRATEGIES: dict[str, Strategy] = {
     "streams": Strategy(forks=True),
     "pack": Strategy(packed=True),
     "pack+streams": Strategy(packed=True, forks=True),
+    **{
+        f"skinny: {name}": Strategy(
+            gather=functools.partial(skinny.multiply, plan, known=True), serves=functools.partial(skinny.serves, plan)
+        )
+        for name, plan in skinny.PLANS.items()
+    },
 }
 
 
-def legal(problem: Problem) -> tuple[str, ...]:
-    """The ways that are right for `problem`, and not the same as one before."""
-    return tuple(name for name, strategy in STRATEGIES.items() if _is_legal(strategy, problem))
+def legal(problem: Problem, tokens: float) -> tuple[str, ...]:
+    """The ways that are right for `problem` with up to `tokens` rows, and not the same as one before."""
+    return tuple(name for name, strategy in STRATEGIES.items() if _is_legal(strategy, problem, tokens))
 
 
-def _is_legal(strategy: Strategy, problem: Problem) -> bool:
+def _is_legal(strategy: Strategy, problem: Problem, tokens: float) -> bool:
     if strategy.packed and not problem.has_runs:
         return False
     if strategy.forks and (not any(problem.streams) or (strategy.packed and len(problem.runs) == 1)):
         return False
-    return strategy.serves(problem)
+    return strategy.serves(problem, tokens)
 
 
 def default(problem: Problem, tokens: float) -> str:
     """The way where nothing is measured: pack up to 4096 tokens, else streams where they are allowed, else serial."""
-    names = legal(problem)
+    names = legal(problem, tokens)
     if "pack" in names and tokens <= PACK_MAX_TOKENS:
         return "pack"
     return "streams" if "streams" in names else "serial"
@@ -129,7 +146,7 @@ def fastest(times: Mapping[str, float]) -> str:
 class Product:
     """One matrix product: the members whose weights it reads, and the columns it writes of the output of their dtype.
 
-    `base` is the member that the memory of a run begins with.
+    `base` is the member that the memory of a run begins with. `gathered`: the weights are read wherever they lie.
     """
 
     members: tuple[int, ...]
@@ -137,6 +154,11 @@ class Product:
     output: int
     start: int
     stop: int
+    gathered: bool = False
+
+
+Operand = Tensor | list[Tensor]
+"""What a product reads: its transposed weight `[K, M]`, a view, or its weights `[M_i, K]` if it is gathered."""
 
 
 @dataclass(frozen=True)
@@ -147,15 +169,15 @@ class Plan:
     `casts` the dtypes that the input is cast to. `alone`: one product makes the only output, without cast or bias.
     """
 
-    multiply: Multiply
+    strategy: Strategy
     columns: int
     slots: tuple[tuple[Product, ...], ...]
     outputs: tuple[tuple[torch.dtype, int], ...]
     casts: tuple[torch.dtype, ...]
     alone: bool
 
-    def operands(self, weights: Sequence[Tensor]) -> list[list[Tensor]]:
-        """For each product its transposed weight `[K, M]`, a view.
+    def operands(self, weights: Sequence[Tensor]) -> list[list[Operand]]:
+        """What each product reads.
 
         Raises:
             RuntimeError: weights of a run lie in different storages, although their addresses are those of a run.
@@ -163,7 +185,9 @@ class Plan:
         return [[_operand(product, self.columns, weights) for product in slot] for slot in self.slots]
 
 
-def _operand(product: Product, columns: int, weights: Sequence[Tensor]) -> Tensor:
+def _operand(product: Product, columns: int, weights: Sequence[Tensor]) -> Operand:
+    if product.gathered:
+        return [weights[i] for i in product.members]
     base = weights[product.base]
     if len(product.members) == 1:
         return base.t()
@@ -174,14 +198,26 @@ def _operand(product: Product, columns: int, weights: Sequence[Tensor]) -> Tenso
 def plan_of(name: str, problem: Problem) -> Plan:
     """The plan of the way `name`."""
     strategy = STRATEGIES[name]
-    units = problem.runs if strategy.packed else tuple((i,) for i in range(len(problem.features)))
+    units = _units(strategy, problem)
     slots = [[*units]] if not strategy.forks else _spread(problem, units, by_owner=not strategy.packed)
     dtypes = tuple(dict.fromkeys(problem.dtypes))
     starts, widths = _columns(problem)
-    made = tuple(tuple(_product(problem, unit, dtypes, starts) for unit in slot) for slot in slots)
+    made = tuple(tuple(_product(strategy, problem, unit, dtypes, starts) for unit in slot) for slot in slots)
     casts = tuple(dtype for dtype in dtypes if dtype != problem.x)
-    alone = len(units) == 1 and not casts and not any(problem.biased)
-    return Plan(strategy.multiply, problem.columns, made, tuple(widths.items()), casts, alone)
+    alone = len(units) == 1 and not casts and not any(problem.biased) and strategy.gather is None
+    return Plan(strategy, problem.columns, made, tuple(widths.items()), casts, alone)
+
+
+def _units(strategy: Strategy, problem: Problem) -> tuple[tuple[int, ...], ...]:
+    """The members of each product."""
+    if strategy.packed:
+        return problem.runs
+    if strategy.gather is None:
+        return tuple((i,) for i in range(len(problem.features)))
+    alike: defaultdict[Hashable, list[int]] = defaultdict(list)
+    for i, dtype in enumerate(problem.dtypes):
+        alike[dtype if skinny.takes(dtype) else i].append(i)
+    return tuple(map(tuple, alike.values()))
 
 
 def _columns(problem: Problem) -> tuple[list[int], dict[torch.dtype, int]]:
@@ -195,12 +231,17 @@ def _columns(problem: Problem) -> tuple[list[int], dict[torch.dtype, int]]:
 
 
 def _product(
-    problem: Problem, members: tuple[int, ...], dtypes: Sequence[torch.dtype], starts: Sequence[int]
+    strategy: Strategy,
+    problem: Problem,
+    members: tuple[int, ...],
+    dtypes: Sequence[torch.dtype],
+    starts: Sequence[int],
 ) -> Product:
     base = next((i for i in members if problem.features[i]), members[0])
     start = starts[members[0]]
     stop = start + sum(problem.features[i] for i in members)
-    return Product(members, base, dtypes.index(problem.dtypes[base]), start, stop)
+    gathered = strategy.gather is not None and skinny.takes(problem.dtypes[base])
+    return Product(members, base, dtypes.index(problem.dtypes[base]), start, stop, gathered)
 
 
 def _spread(problem: Problem, units: Iterable[tuple[int, ...]], by_owner: bool) -> list[list[tuple[int, ...]]]:
@@ -225,7 +266,7 @@ def _spread(problem: Problem, units: Iterable[tuple[int, ...]], by_owner: bool) 
 def execute(
     plan: Plan,
     rows: Tensor,
-    operands: Sequence[Sequence[Tensor]],
+    operands: Sequence[Sequence[Operand]],
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     outputs: Sequence[Tensor],
@@ -246,42 +287,47 @@ def execute(
     for cast in casts.values():
         cast.copy_(rows)
     work = [
-        [_task(product, operand, rows, weights, biases, outputs, casts) for product, operand in zip(*slot, strict=True)]
+        [
+            _task(plan.strategy, product, operand, rows, weights, biases, outputs, casts)
+            for product, operand in zip(*slot, strict=True)
+        ]
         for slot in zip(plan.slots, operands, strict=True)
     ]
-    main, *sides = [functools.partial(_multiply_all, plan.multiply, tasks) if tasks else None for tasks in work]
+    main, *sides = [functools.partial(_run_all, tasks) if tasks else None for tasks in work]
     if not any(sides):
-        _multiply_all(plan.multiply, work[0])
+        _run_all(work[0])
         return
     auxiliary.execute_in_parallel(main or _nothing, sides, rows.device, inputs=(rows, *casts.values()))
 
 
-_Task = tuple[Tensor, Tensor, Tensor | None, Tensor]
-"""Rows `[N, K]`, transposed weight `[K, M]`, bias `[M]` and output `[N, M]` of one product."""
-
-
 def _task(
+    strategy: Strategy,
     product: Product,
-    operand: Tensor,
+    operand: Operand,
     rows: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     outputs: Sequence[Tensor],
     casts: Mapping[torch.dtype, Tensor],
-) -> _Task:
+) -> Callable[[], Any]:
+    """Makes one product."""
     output = outputs[product.output]
     members = product.members
+    cast = casts.get(output.dtype, rows)
+    if product.stop - product.start < output.shape[1]:
+        output = output[:, product.start : product.stop]
+    if isinstance(operand, list):
+        assert strategy.gather is not None
+        return functools.partial(strategy.gather, cast, operand, [biases[i] for i in members], output)
     bias = biases[members[0]]
     if len(members) > 1:
         bias = products.joined([biases[i] for i in members], [weights[i] for i in members])
-    if product.stop - product.start < output.shape[1]:
-        output = output[:, product.start : product.stop]
-    return casts.get(output.dtype, rows), operand, bias, output
+    return functools.partial(strategy.multiply, cast, operand, bias, output)
 
 
-def _multiply_all(multiply: Multiply, tasks: Iterable[_Task]) -> None:
-    for rows, operand, bias, output in tasks:
-        multiply(rows, operand, bias, output)
+def _run_all(tasks: Iterable[Callable[[], Any]]) -> None:
+    for task in tasks:
+        task()
 
 
 def _nothing() -> None:

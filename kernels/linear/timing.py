@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dsv4_compile.kernels.choice import replays
 from dsv4_compile.kernels.driver import bindings, check
-from dsv4_compile.kernels.linear import strategies
+from dsv4_compile.kernels.linear import skinny, strategies
 from dsv4_compile.kernels.linear.strategies import Plan, Problem
 
 __all__ = ["measure"]
@@ -33,7 +33,9 @@ ALIGNMENT = 256
 
 
 def measure(problem: Problem, counts: range, index: int) -> dict[str, float]:
-    """Microseconds of each legal way on CUDA device `index`, with the largest of `counts` that memory has room for.
+    """Microseconds of each way that is legal for all of `counts` on CUDA device `index`.
+
+    With the largest of `counts` that memory has room for.
 
     Raises:
         RuntimeError: memory is short, or torch or the driver reports an error.
@@ -43,6 +45,7 @@ def measure(problem: Problem, counts: range, index: int) -> dict[str, float]:
 
 
 def _measure(problem: Problem, counts: range, index: int) -> dict[str, float]:
+    skinny.prepare(problem, counts[-1], torch.cuda.get_device_capability(index))
     with torch.no_grad(), torch.cuda.device(index), contextlib.ExitStack() as stack:
         torch.cuda.current_stream(index).synchronize()  # makes the device's context current in this thread
         replays.beside_captures(stack)
@@ -58,7 +61,7 @@ def _measure(problem: Problem, counts: range, index: int) -> dict[str, float]:
             most = replays.LAUNCHES if tokens <= MANY_TOKENS else FEW_LAUNCHES
             launches = sets * max(1, most // len(sets))
             graphs = {}
-            for name in strategies.legal(problem):
+            for name in strategies.legal(problem, counts[-1]):
                 plan = strategies.plan_of(name, problem)
                 # cuBLAS allocates its workspace and loads kernels before the capture.
                 _launch(plan, sets[:1])

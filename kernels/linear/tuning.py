@@ -1,8 +1,9 @@
 """Which way linear layers of one input run, for each problem and bucket of token counts: measured, kept, or a default.
 
-The first call in a bucket times every way that is right, which takes a fraction of a second, unless it was done before
-on such a card with these versions. `choice/chooser.py` says when nothing is timed: `strategies.default` serves then. A
-search that failed is made again later; one that cannot be kept on disk counts for this process.
+The first call in a bucket times every way that is right, unless it was done before on such a card with these versions.
+That takes a fraction of a second, and up to 64 tokens some seconds for compiling. `choice/chooser.py` says when nothing
+is timed: `strategies.default` serves then. A search that failed is made again later; one that cannot be kept on disk
+counts for this process.
 """
 
 from __future__ import annotations
@@ -76,10 +77,10 @@ def strategy(problem: Problem, tokens: int, max_tokens: int, index: int | None) 
         _seen[problem, max_tokens, index] = None
     if tokens > max_tokens:
         problem = dataclasses.replace(problem, streams=(0,) * len(problem.streams))
-    names = strategies.legal(problem)
+    bucket = bucket_of(tokens)
+    names = strategies.legal(problem, bucket)
     if len(names) == 1:
         return names[0], problem, True
-    bucket = bucket_of(tokens)
     if tokens == 0:
         return strategies.default(problem, bucket), problem, False
 
@@ -180,7 +181,8 @@ def card_of(index: int | None) -> Card:
     if index is None:
         return Card("cpu", 0)
     properties = torch.cuda.get_device_properties(index)
-    return Card(properties.name, properties.multi_processor_count)
+    capability = 0 if torch.version.hip is not None else 10 * properties.major + properties.minor
+    return Card(properties.name, properties.multi_processor_count, capability)
 
 
 def _store(card: Card) -> Store:
@@ -190,7 +192,8 @@ def _store(card: Card) -> Store:
 @functools.cache
 def versions() -> dict[str, str | None]:
     """What can make another way the fastest: torch, CUDA, cuBLAS, and the source of the ways here."""
-    sources = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    here = Path(__file__).parent
+    sources = [path.read_bytes() for path in sorted(here.rglob("*")) if path.suffix in (".py", ".cu", ".cuh")]
     return {
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -216,11 +219,12 @@ def cublas_version() -> str | None:
         return None
 
 
-def _parsed(problem: Problem, entry: dict[str, Any]) -> Times:
+def _parsed(problem: Problem, bucket: float, entry: dict[str, Any]) -> Times:
     times = entry["microseconds"]
-    if set(times) != set(strategies.legal(problem)):
+    names = strategies.legal(problem, bucket)
+    if set(times) != set(names):
         raise ValueError(f"it has times of {', '.join(map(str, times))}")
     for took in times.values():
         if type(took) is not float or not 0 < took < math.inf:
             raise ValueError(f"a time is {took!r}")
-    return {name: times[name] for name in strategies.legal(problem)}
+    return {name: times[name] for name in names}

@@ -19,6 +19,7 @@ from tests.kernels.test_grouped_tuning import sources, warnings
 pytestmark = pytest.mark.gpu
 
 BF16, F32 = torch.bfloat16, torch.float32
+OF_TORCH = [name for name, strategy in strategies.STRATEGIES.items() if strategy.gather is None]
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +67,7 @@ def test_a_measurement_on_the_card_finds_a_way_and_disturbs_nothing(cold: list[r
     x = torch.randn(300, 1024, device="cuda", dtype=BF16)
     numbers = [0, 1, 2, 3]
     linear.grouped_linear(x[:1], weights, [None] * 4, numbers)
-    for name in strategies.STRATEGIES:  # cuBLAS has a workspace for each thread and stream
+    for name in OF_TORCH:  # cuBLAS has a workspace for each thread and stream
         grouped.run_as(name, x[:1], weights, [None] * 4, numbers)
     torch.cuda.synchronize()
     seed, memory, stream = torch.cuda.get_rng_state(), torch.cuda.memory_allocated(), torch.cuda.current_stream()
@@ -74,7 +75,8 @@ def test_a_measurement_on_the_card_finds_a_way_and_disturbs_nothing(cold: list[r
         assert_serial(linear.grouped_linear(x[:tokens], weights, [None] * 4, numbers), x[:tokens], weights)
     assert cold == [counts_of(8), counts_of(32), counts_of(512)] and sources() == {"searched"}
     for entry in linear.choices():
-        assert set(entry["microseconds"]) == {"serial", "streams", "pack", "pack+streams"}
+        assert set(entry["microseconds"]) >= set(OF_TORCH)
+        assert any(name not in OF_TORCH for name in entry["microseconds"]) is (entry["tokens"] <= 64)
         assert all(1 < took < 1000 for took in entry["microseconds"].values())
     assert torch.equal(torch.cuda.get_rng_state(), seed) and torch.cuda.current_stream() == stream
     torch.cuda.synchronize()

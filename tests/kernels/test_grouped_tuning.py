@@ -51,7 +51,7 @@ class Timer:
     def __call__(self, problem: Problem, counts: range, index: int) -> dict[str, float]:
         self.calls.append((problem, counts))
         self.before()
-        return {name: self.times[name] + counts[-1] for name in strategies.legal(problem)}
+        return {name: self.times[name] + counts[-1] for name in strategies.legal(problem, counts[-1])}
 
 
 def pretend(patch: pytest.MonkeyPatch) -> Timer:
@@ -121,7 +121,7 @@ def test_another_process_reads_what_was_measured(timer: Timer, tmp_path: Path) -
     assert sources() == {"cached"}
     assert [entry["microseconds"] for entry in linear.choices()] == [entry["microseconds"] for entry in before]
     content = json.loads(file(tmp_path).read_text())
-    assert content["card"] == {"name": CARD.name, "multiprocessors": 132}
+    assert content["card"] == {"name": CARD.name, "multiprocessors": 132, "capability": 0}
     assert {"torch", "cuda", "cublas", "operators"} <= set(content)
 
 
@@ -140,6 +140,7 @@ def other(**changes: Any) -> Problem:
         {"streams": (0, 1, 1)},
         {"x": F32},
         {"contiguous": False},
+        {"aligned": False},
     ],
     ids=str,
 )
@@ -159,7 +160,10 @@ def test_a_group_with_one_way_only_is_not_measured(timer: Timer) -> None:
 
 def test_above_the_threshold_ways_with_streams_are_neither_measured_nor_taken(timer: Timer) -> None:
     assert [way(tokens, max_tokens=100) for tokens in (99, 100, 101)] == ["pack+streams", "pack+streams", "pack"]
-    assert [strategies.legal(problem) for problem, _ in timer.calls] == [tuple(timer.times), ("serial", "pack")]
+    assert [strategies.legal(problem, counts[-1]) for problem, counts in timer.calls] == [
+        tuple(timer.times),
+        ("serial", "pack"),
+    ]
     assert way(1, max_tokens=0) == "pack"
 
 
@@ -386,7 +390,7 @@ def test_every_way_runs_on_these_tensors() -> None:
     sets = timing._sets(torch.zeros(2 * timing._bytes_of_set(problem, 9), dtype=torch.uint8), problem, 9)
     timing._fill(sets)
     found = []
-    for name in strategies.legal(problem):
+    for name in strategies.legal(problem, 9):
         timing._launch(strategies.plan_of(name, problem), sets)
         found.append([output.clone() for one in sets for output in one.outputs])
     assert all(output.abs().sum() > 0 for output in found[0])

@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from dsv4_compile.kernels.cuda import kept
 from dsv4_compile.kernels.driver import bindings, check
 from dsv4_compile.kernels.mhc import cuda, families, reference, warmup
-from dsv4_compile.kernels.mhc.cuda import ARGUMENTS, compilation, kept
+from dsv4_compile.kernels.mhc.cuda import ARGUMENTS, compilation
 from dsv4_compile.kernels.mhc.cuda.plans import (
     BUCKETS,
     DETERMINISTIC,

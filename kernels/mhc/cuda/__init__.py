@@ -37,10 +37,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4_compile.kernels.cuda.kept import COUNTERS, SUMS
 from dsv4_compile.kernels.driver import bindings, check
 from dsv4_compile.kernels.mhc.cuda import tuning
 from dsv4_compile.kernels.mhc.cuda.compilation import NORMAL_EPS, TYPES, Variant, kernel, token_bytes
-from dsv4_compile.kernels.mhc.cuda.kept import COUNTERS, SUMS
 from dsv4_compile.kernels.mhc.cuda.launch import ARGUMENTS, enqueue
 from dsv4_compile.kernels.mhc.cuda.plans import (
     BUCKETS,

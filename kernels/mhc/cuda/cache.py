@@ -56,7 +56,7 @@ def write(problem: Problem, bucket: float, found: Found) -> None:
     _store(problem.card).write(label(problem), bucket, dataclasses.asdict(found))
 
 
-def _parsed(entry: dict[str, Any]) -> Found:
+def _parsed(bucket: float, entry: dict[str, Any]) -> Found:
     found = Found(Plan(**entry["plan"]), entry["microseconds"])
     if (reason := illegal(found.plan)) is not None:
         raise ValueError(reason)

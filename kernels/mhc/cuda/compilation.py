@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import logging
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +10,10 @@ from typing import Any
 
 import torch
 
-from dsv4_compile.kernels.choice.store import cache_folder
-from dsv4_compile.kernels.driver import bindings, check
+from dsv4_compile.kernels.cuda.code import loaded, machine_code, texts
 from dsv4_compile.kernels.mhc.cuda.plans import Plan
 
 __all__ = ["NORMAL_EPS", "TYPES", "Variant", "cubin", "kernel", "token_bytes"]
-
-logger = logging.getLogger("dsv4_compile.kernels")
 
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}
 BYTES = {"float": 4, "bf16": 2, "f16": 2}
@@ -106,46 +101,13 @@ def cubin(variant: Variant, capability: tuple[int, int]) -> bytes:
     Raises:
         RuntimeError: NVRTC cannot compile it; the message has the log.
     """
-    _, nvrtc = bindings()
-    source = sources()
-    options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", "--std=c++17"]
-    options += [f"-D{name}={value}" for name, value in variant.macros.items()]
-    key = hashlib.sha256(b"\0".join([*source.values(), repr((options, nvrtc.nvrtcVersion())).encode()])).hexdigest()
-    path = cache_folder() / f"mhc-{key}.cubin"
-    try:
-        return path.read_bytes()
-    except OSError:
-        pass
-    code = _compile(source, options)
-    try:
-        from torch._inductor.codecache import write_atomic
-
-        write_atomic(str(path), code, make_dirs=True)
-    except OSError as error:
-        logger.info("The compiled mHC kernel is not kept, the folder cannot be written: %s", error)
-    return code
+    return machine_code("mhc", sources(), variant.macros, capability)
 
 
 @functools.cache
 def sources() -> dict[str, bytes]:
     """mhc.cu and the files it includes, by name."""
-    return {path.name: path.read_bytes() for path in (SOURCE, *sorted(FOLDER.glob("*.cuh")))}
-
-
-def _compile(files: dict[str, bytes], options: list[str]) -> bytes:
-    _, nvrtc = bindings()
-    (main, source), *headers = files.items()
-    names, texts = [name.encode() for name, _ in headers], [text for _, text in headers]
-    program = check(nvrtc.nvrtcCreateProgram(source, main.encode(), len(headers), texts, names))
-    encoded = [option.encode() for option in options]
-    if int(nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)[0]) != 0:
-        log = bytearray(check(nvrtc.nvrtcGetProgramLogSize(program)))
-        check(nvrtc.nvrtcGetProgramLog(program, log))
-        raise RuntimeError(f"NVRTC could not compile {SOURCE.name}: {log.decode(errors='replace').strip()}")
-    code = bytearray(check(nvrtc.nvrtcGetCUBINSize(program)))
-    check(nvrtc.nvrtcGetCUBIN(program, code))
-    check(nvrtc.nvrtcDestroyProgram(program))
-    return bytes(code)
+    return texts(SOURCE)
 
 
 _lock = threading.Lock()
@@ -160,13 +122,6 @@ def kernel(variant: Variant, device: int) -> Any:
         with _lock:
             known = _kernels.get(key)
             if known is None:
-                driver, _ = bindings()
                 code = cubin(variant, torch.cuda.get_device_capability(device))
-                library = check(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
-                handle = check(driver.cuLibraryGetKernel(library, variant.entry.encode()))
-                function = check(driver.cuKernelGetFunction(handle))  # loads it into the current context
-                if variant.shared_bytes:
-                    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                    check(driver.cuFuncSetAttribute(function, attribute, variant.shared_bytes))
-                known = _kernels[key] = function
+                known = _kernels[key] = loaded(code, variant.entry, variant.shared_bytes)
     return known

@@ -18,9 +18,9 @@ import torch
 
 from dsv4_compile.kernels.choice import replays
 from dsv4_compile.kernels.choice.replays import LAUNCHES
+from dsv4_compile.kernels.cuda.kept import ABSENT
 from dsv4_compile.kernels.driver import bindings, check
 from dsv4_compile.kernels.mhc.cuda.compilation import BYTES, Variant, cubin, kernel
-from dsv4_compile.kernels.mhc.cuda.kept import ABSENT
 from dsv4_compile.kernels.mhc.cuda.launch import ARGUMENTS, enqueue
 
 __all__ = ["measure"]

@@ -1,0 +1,216 @@
+"""CUDA graphs of one device: recorded on one stream, into one memory pool, which all graphs of the process share.
+
+Graphs that share a pool use the same memory for what does not outlive them. So they must not run at the same time, and
+nothing that lies in the pool is handed to a caller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from dsv4_compile.kernels.driver import bindings, check
+
+__all__ = ["CudaRecorder", "Layout", "Recorder", "Recording", "RecordingError", "addresses", "recorder_of"]
+
+
+class RecordingError(RuntimeError):
+    """Nothing was recorded; the message says why."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a tensor is besides its content. Sizes and strides in elements."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Layout:
+        """That of `tensor`."""
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
+
+    def buffer(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """A tensor like this with memory of its own, and the part of it that holds each element once.
+
+        Raises:
+            RecordingError: elements share memory in another way than by being expanded.
+        """
+        once = tuple(1 if stride == 0 else size for size, stride in zip(self.shape, self.stride, strict=True))
+        reach = 1
+        for stride, size in sorted((t, n) for t, n in zip(self.stride, once, strict=True) if n != 1):
+            if stride < reach:
+                raise RecordingError("an input has elements that share memory")
+            reach = stride * size
+        base = torch.empty_strided(once, self.stride, dtype=self.dtype, device=self.device)
+        return base.expand(self.shape), base
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A graph that can be replayed, and the bytes by which the memory of the process grew for it."""
+
+    replay: Callable[[], None]
+    bytes: int
+    graph: Any = None
+
+
+class Recorder(Protocol):
+    """What records and replays; `CudaRecorder` does, tests have one of their own."""
+
+    lock: threading.RLock
+    """Held while a graph is recorded or replayed."""
+
+    def record(self, body: Callable[[], None]) -> Recording:
+        """Runs `body`, whose launches become a graph; tensors made in it lie in the pool."""
+
+    def borrowed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor at the address of `tensor` that does not keep its memory."""
+
+    def unmoved(self, values: list[Any], addresses: list[int | None], places: list[int]) -> bool:
+        """Whether the tensors at `places` have the addresses given there."""
+
+    def enter(self) -> bool:
+        """Orders what follows behind earlier replays; False when nothing can be replayed now."""
+
+    def session(self) -> contextlib.AbstractContextManager[None]:
+        """Around the recordings of one call."""
+
+
+class CudaRecorder:
+    """The graphs of CUDA device `index`."""
+
+    def __init__(self, index: int):
+        self.index = index
+        self.lock = threading.RLock()
+        self.stream = torch.cuda.Stream(index)
+        self._pool: Any = None
+        self._alive = 0
+        self._last: torch.cuda.Stream | None = None
+
+    def record(self, body: Callable[[], None]) -> Recording:
+        """As `Recorder.record`.
+
+        Raises:
+            RecordingError: `body` did something that cannot be captured, or launched nothing.
+        """
+        before = torch.cuda.memory_reserved(self.index)
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with torch.cuda.stream(self.stream):
+            graph.capture_begin(pool=self._handle(), capture_error_mode="thread_local")
+            try:
+                body()
+            except BaseException as error:
+                with contextlib.suppress(Exception):
+                    graph.capture_end()
+                torch.cuda.synchronize(self.index)
+                if not isinstance(error, Exception):
+                    raise
+                raise RecordingError(_sentence(error)) from error
+            try:
+                graph.capture_end()
+                empty = self._is_empty(graph)
+                if not empty:
+                    graph.instantiate()
+            except Exception as error:
+                torch.cuda.synchronize(self.index)
+                raise RecordingError(_sentence(error)) from error
+        if empty:
+            raise RecordingError("it launches nothing, so a graph of it would do nothing")
+        self._alive += 1
+        weakref.finalize(graph, self._gone)
+        return Recording(graph.replay, torch.cuda.memory_reserved(self.index) - before, graph)
+
+    def _handle(self) -> Any:
+        """The pool; a new one when no graph of the old one is left."""
+        if self._pool is None or self._alive == 0:
+            self._pool = torch.cuda.graph_pool_handle()
+        return self._pool
+
+    def _gone(self) -> None:
+        self._alive -= 1
+
+    @staticmethod
+    def _is_empty(graph: torch.cuda.CUDAGraph) -> bool:
+        driver, _ = bindings()
+        return not int(check(driver.cuGraphGetNodes(driver.CUgraph(graph.raw_cuda_graph()), 0))[1])
+
+    def borrowed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """As `Recorder.borrowed`."""
+        storage = tensor.untyped_storage()
+        size = storage.nbytes()
+        memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, size)
+        metadata = {
+            "nbytes": size,
+            "data_ptr": storage.data_ptr(),
+            "size": tensor.shape,
+            "stride": tensor.stride(),
+            "dtype": tensor.dtype,
+            "device": tensor.device,
+            "storage_offset": tensor.storage_offset(),
+        }
+        return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, memory)
+
+    def unmoved(self, values: list[Any], addresses: list[int | None], places: list[int]) -> bool:
+        """As `Recorder.unmoved`."""
+        return bool(torch._C._tensors_data_ptrs_at_indices_equal(values, addresses, places))
+
+    def enter(self) -> bool:
+        """As `Recorder.enter`."""
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        current = torch.cuda.current_stream(self.index)
+        if self._last is not None and current != self._last:
+            current.wait_stream(self._last)
+        self._last = current
+        return True
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        """As `Recorder.session`. Graphs get workspaces of cuBLAS of their own, which lie in the pool."""
+        gc.collect()  # nothing that is freed by it has a place in a capture
+        enabled = gc.isenabled()
+        gc.disable()
+        torch.cuda.synchronize(self.index)
+        torch._C._cuda_clearCublasWorkspaces()
+        try:
+            with torch.cuda.device(self.index):
+                yield
+        finally:
+            torch._C._cuda_clearCublasWorkspaces()
+            if enabled:
+                gc.enable()
+
+
+def _sentence(error: BaseException) -> str:
+    brief = (str(error) or "no message").strip().splitlines()[0]
+    return f"it cannot be captured ({type(error).__name__}: {brief})"
+
+
+@functools.cache
+def cuda_recorder(index: int) -> CudaRecorder:
+    """The one recorder of a device."""
+    return CudaRecorder(index)
+
+
+def recorder_of(device: torch.device) -> Recorder | None:
+    """What captures on `device`, or None."""
+    if device.type != "cuda":
+        return None
+    return cuda_recorder(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def addresses(values: Sequence[Any], places: Sequence[int]) -> list[int | None]:
+    """A list as long as `values` with the addresses of those at `places`."""
+    wanted = set(places)
+    return [value.data_ptr() if i in wanted else None for i, value in enumerate(values)]
