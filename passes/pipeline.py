@@ -111,6 +111,7 @@ class GraphPasses:
         strict: raise `PassError` when a pass fails, instead of leaving the graph as it was before that pass.
         observe: called with ("before" or a pass name, graph) at the start and after each pass; not part of the
             identity. Must be picklable when set.
+        unreported: called with what was gathered when no `collecting()` is open.
     """
 
     def __init__(
@@ -119,21 +120,30 @@ class GraphPasses:
         settings: str = "",
         strict: bool = False,
         observe: Callable[[str, Graph], None] | None = None,
+        unreported: Callable[[Collected], None] | None = None,
     ):
         self.passes = passes
         self.settings = settings
         self.strict = strict
         self.observe = observe
+        self.unreported = unreported
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         return _inductor_class()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.passes, self.settings, self.strict, self.observe)
+        return type(self), (self.passes, self.settings, self.strict, self.observe, self.unreported)
 
     def __call__(self, graph: Graph) -> None:
-        self._run(graph, _current.get() or Collected())
+        collected = _current.get()
+        if collected is not None:
+            self._run(graph, collected)
+            return
+        collected = Collected()
+        self._run(graph, collected)
+        if self.unreported is not None:
+            self.unreported(collected)
 
     def uuid(self) -> str:
         """Equal across processes for equal settings and sources."""
