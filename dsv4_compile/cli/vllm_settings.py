@@ -1,8 +1,7 @@
 """Whether a pass of ours runs in vLLM, read off the JSON that `--compilation-config` takes; vLLM need not be there.
 
 vLLM hands a pass to Inductor in its mode 3 (VLLM_COMPILE) and with its backend "inductor". It looks the pass up by a
-dotted name, which belongs into `inductor_passes`, under the name of the hook. In its modes 1 and 2 vLLM takes a backend
-of torch.compile by name, for the whole graph.
+dotted name, which belongs into `inductor_passes`, under the name of the hook.
 """
 
 from __future__ import annotations
@@ -11,44 +10,23 @@ import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["BACKEND", "HOOK", "PASS", "has_backend", "problems"]
+__all__ = ["HOOK", "PASS", "problems"]
 
 HOOK = "post_grad_custom_post_pass"
 PASS = "dsv4_compile.post_grad_pass"
-
-BACKEND = "dsv4"
 
 _MODES = ("NONE", "STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE", "VLLM_COMPILE")
 _RIGHT = f'{{"mode": 3, "inductor_passes": {{"{HOOK}": "{PASS}"}}}}'
 
 
-def has_backend(config: Mapping[str, Any]) -> bool:
-    """Whether vLLM hands the whole graph to the backend "dsv4"."""
-    return config.get("backend") == BACKEND and _mode(config)[0] in (1, 2)
-
-
-def problems(config: Mapping[str, Any], is_cpu: bool = False) -> Iterator[str]:
-    """Why neither the pass nor the backend will run with these settings, one sentence each; nothing when one will.
-
-    Args:
-        is_cpu: vLLM is a build for CPUs.
-    """
+def problems(config: Mapping[str, Any]) -> Iterator[str]:
+    """Why the pass will not run with these settings, one sentence each; nothing when it will."""
     mode, found = _mode(config)
-    if has_backend(config):
-        return
-    if config.get("backend") == BACKEND:
-        yield f'vLLM gives no graph to the backend {BACKEND!r} in mode {found!r}; set "mode": 2 (DYNAMO_TRACE_ONCE).'
-        return
     if mode is None:
         yield f"vLLM has no mode {found!r}; it has {', '.join(f'{i} ({name})' for i, name in enumerate(_MODES))}."
     elif mode != 3:
         compiles = "compiles nothing" if mode == 0 else "does not hand passes to Inductor"
         yield f'The pass will not run: vLLM\'s mode {_MODES[mode]} {compiles}; set "mode": 3 (VLLM_COMPILE).'
-    elif is_cpu:
-        yield (
-            "The pass will not run: on a CPU vLLM goes back to mode DYNAMO_TRACE_ONCE, which looks up no pass by name; "
-            f'set "mode": 2 and "backend": "{BACKEND}".'
-        )
     backend = config.get("backend") or "inductor"
     if backend != "inductor":
         yield f'The pass will not run: vLLM\'s backend {backend!r} runs no passes of Inductor; leave "backend" out.'
