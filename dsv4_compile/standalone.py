@@ -7,24 +7,22 @@ from __future__ import annotations
 
 import functools
 import logging
-import uuid
 
 from torch.fx import Graph
 
 import dsv4_compile
-from dsv4_compile.dump.writer import observe, recording
+from dsv4_compile.alone import IDENTITY, run_alone
+from dsv4_compile.dump.limit import limit
+from dsv4_compile.dump.writer import observe
 from dsv4_compile.options import OptionError, Options
 from dsv4_compile.passes.mhc import MhcPass
-from dsv4_compile.passes.pipeline import Collected, GraphPasses, collecting, is_collecting
+from dsv4_compile.passes.pipeline import GraphPasses, is_collecting
 from dsv4_compile.passes.projections import ProjectionsPass
-from dsv4_compile.report import CompileReport, GraphReport, new_report
+from dsv4_compile.report import new_report
 
 __all__ = ["post_grad_pass"]
 
 logger = logging.getLogger("dsv4_compile")
-
-_NO_CODE = "the pass on its own sees a graph and not what Inductor makes of it: Inductor's code is not in this dump"
-_this_process = uuid.uuid4().hex
 
 
 class _Standalone(GraphPasses):
@@ -37,36 +35,17 @@ class _Standalone(GraphPasses):
             return
         folder = _dump_dir()
         asked = {**Options().to_dict(), "dump_dir": folder}
-        report, made = new_report("cpu", asked, dict(asked)), GraphReport(id="0", nodes=len(graph.nodes))
-        report.graphs.append(made)
-        with recording(folder, report, made) as dump, collecting() as collected:
-            try:
-                super().__call__(graph)
-            finally:
-                _take_up(report, made, collected)
-            if dump is not None:
-                dump.note(_NO_CODE)
-                made.seconds["dump"] = dump.seconds
-                if dump.problem is not None:
-                    made.notes.append(dump.problem)
+        run_alone(super().__call__, graph, new_report("cpu", asked, dict(asked)), folder)
 
     def uuid(self) -> str:
-        # A graph out of a cache passes through no pass: with a dump no process takes one that another has left.
-        dump = "" if _dump_dir() is None else f"dump {_this_process}/"
+        dump = "" if _dump_dir() is None else IDENTITY
         return f"{dump}standalone/{dsv4_compile.__version__}/{super().uuid()}"
-
-
-def _take_up(report: CompileReport, graph: GraphReport, collected: Collected) -> None:
-    report.device = collected.device
-    graph.nodes, graph.dynamic, graph.seconds = collected.nodes, collected.dynamic, collected.seconds
-    for result in collected.results:
-        graph.add(result)
-        report.fell_back(result)
 
 
 def _dump_dir() -> str | None:
     """What `DSV4_OPTIONS` says. Here nobody can be told by an exception that it cannot be read: it is logged."""
     try:
+        limit()
         return Options.resolve().dump_dir
     except OptionError as error:
         _warn(str(error))

@@ -243,8 +243,13 @@ def test_the_pass_on_its_own_writes_a_dump_that_the_environment_asks_for(tmp_pat
     assert run("explain", tmp_path).exit_code == 0
 
 
-def test_the_pass_on_its_own_outlives_options_that_are_none(monkeypatch, caplog):
+def test_the_pass_on_its_own_outlives_options_that_are_none(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("DSV4_OPTIONS", '{"dump_dri": "x"}')
     model, x = nn.Linear(4, 4), torch.randn(2, 4)
     torch.testing.assert_close(with_the_pass(model, x), model(x).detach())
     assert "There is no dump: DSV4_OPTIONS has the unknown option 'dump_dri'" in caplog.text
+    monkeypatch.setenv("DSV4_OPTIONS", json.dumps({"dump_dir": str(tmp_path)}))
+    monkeypatch.setenv("DSV4_DUMP_LIMIT", "much")
+    torch.testing.assert_close(with_the_pass(model, x), model(x).detach())
+    assert "There is no dump: DSV4_DUMP_LIMIT must be a number of bytes" in caplog.text
+    assert not list(tmp_path.iterdir())
