@@ -7,9 +7,9 @@
 - `generate`: a prefill of 13 tokens and so many decode steps with the cache of transformers, four layers. Dynamo makes
   a graph for each phase of the cache.
 
-transformers' model with small widths, float32. Every cell is a process of its own with empty cache folders; seconds
-include Dynamo, AOTAutograd, Inductor and the C++ or Triton compiler. `inductor` is what the report calls so: all but
-the passes and the kernel families.
+transformers' model with the small widths of examples/random_model.py, float32. Every cell is a process of its own with
+empty cache folders; seconds include Dynamo, AOTAutograd, Inductor and the C++ or Triton compiler. `inductor` is what
+the report calls so: all but the passes and the kernel families.
 """
 
 from __future__ import annotations
@@ -26,26 +26,35 @@ from typing import Any
 
 import torch
 
+from dsv4_compile.cli.output import table, track
+
 COLUMNS: dict[str, dict[str, str]] = {
     "inductor": {"BENCHMARK_BACKEND": "inductor"},
     "dsv4": {"BENCHMARK_BACKEND": "dsv4"},
     "dsv4, pieces": {"BENCHMARK_BACKEND": "dsv4", "DSV4_PIECES": "1"},
 }
 TASKS = ("layers", "generate")
+# A cache that reaches each of its phases within a few tokens.
+SHORT: dict[str, Any] = {
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+    "sliding_window": 8,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
 
 
 def measure(task: str, size: int) -> dict[str, Any]:
     """In this process."""
-    from tests.models import CSA, HCA, SLIDING, deepseek
+    sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
+    from random_model import TINY, random_model
 
     torch._dynamo.config.recompile_limit = 64
     backend = os.environ["BENCHMARK_BACKEND"]
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if task == "layers":
-        kinds = (SLIDING, CSA, HCA, CSA) if size == 4 else (SLIDING, SLIDING, *(CSA, HCA) * size)[:size]
-    else:
-        kinds = (SLIDING, CSA, HCA, CSA)
-    model = deepseek(kinds, iters=20, hash_layers=min(3, len(kinds) - 1)).to(device)
+    kinds: tuple[str, ...] = ("sliding", "csa", "hca", "csa")
+    if task == "layers" and size != len(kinds):
+        kinds = ("sliding", "sliding", *("csa", "hca") * size)[:size]
+    model = random_model({**TINY, **SHORT}, kinds, device)
     ids = torch.randint(0, model.config.vocab_size, (1, 40 if task == "layers" else 13), device=device)
     with torch.no_grad():
         arguments = {"max_new_tokens": 1 + size, "do_sample": False, "pad_token_id": 0}
@@ -107,15 +116,16 @@ def main() -> None:
         return
     rows: dict[str, Any] = {}
     path = arguments.json or (Path(os.environ["OUT"]) / "compile_time.json" if "OUT" in os.environ else None)
-    for task, sizes in (("layers", arguments.layers), ("generate", arguments.steps)):
-        for size in sizes:
-            row = {name: in_a_process(task, size, COLUMNS[name]) for name in arguments.columns}
-            rows[f"{task}/{size}"] = row
-            text = "  ".join(f"{name} {cell['seconds']:.1f} s" for name, cell in row.items())
-            print(f"{task} {size}: {text}  {row.get('dsv4, pieces', '')}", flush=True)
-            if path is not None:
-                content = {"environment": environment(), "method": "see benchmarks/compile_time.py", "rows": rows}
-                path.write_text(json.dumps(content, indent=1) + "\n")
+    tasks = [("layers", size) for size in arguments.layers] + [("generate", size) for size in arguments.steps]
+    cells = [(task, size, name) for task, size in tasks for name in arguments.columns]
+    for task, size, name in track(cells, "Compiling", delay=0):
+        cell = rows.setdefault(f"{task}/{size}", {})[name] = in_a_process(task, size, COLUMNS[name])
+        print(f"{task} {size}, {name}: " + ", ".join(f"{key} {value:.4g}" for key, value in cell.items()), flush=True)
+        if path is not None:
+            content = {"environment": environment(), "method": "see benchmarks/compile_time.py", "rows": rows}
+            path.write_text(json.dumps(content, indent=1) + "\n")
+    body = [(row, *(cells[name]["seconds"] for name in arguments.columns)) for row, cells in rows.items()]
+    table("Seconds of the first calls", ("work", *arguments.columns), body, right=range(1, len(arguments.columns) + 1))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from dsv4_compile.cli.output import table, track
+
 WAYS = ("inductor", "dsv4", "dsv4 with a dump")
 TOKENS = 16
 
@@ -61,13 +63,16 @@ def measure(way: str, layers: int, compiler: str, folder: str) -> dict[str, Any]
 
 def measure_all(layers: int, compiler: str) -> dict[str, dict[str, Any]]:
     results = {}
-    for way in WAYS if compiler == "inductor" else WAYS[1:]:
+    for way in track(WAYS if compiler == "inductor" else WAYS[1:], "Compiling", delay=0):
         with tempfile.TemporaryDirectory() as folder:
             environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder, "DSV4_TUNE": "0"}
             command = [sys.executable, __file__, "--layers", str(layers), "--compiler", compiler, "--one", way]
             done = subprocess.run([*command, "--folder", folder], env=environment, stdout=subprocess.PIPE, check=True)
         results[way] = json.loads(done.stdout.splitlines()[-1])
         print(f"{way:18}", ", ".join(f"{name} {value:.4g}" for name, value in results[way].items()), flush=True)
+    names = list(dict.fromkeys(name for row in results.values() for name in row))
+    body = [(way, *(f"{row[name]:.4g}" if name in row else "" for name in names)) for way, row in results.items()]
+    table("The first call: seconds, and what was written", ("", *names), body, right=range(1, len(names) + 1))
     return results
 
 

@@ -34,6 +34,7 @@ import torch
 from graph_timing import REPLAYS, microseconds, sets_beyond_l2  # beside this script
 from torch import Tensor
 
+from dsv4_compile.cli import output
 from dsv4_compile.kernels.mhc import cuda, reference
 from dsv4_compile.kernels.mhc.cuda import compilation
 from dsv4_compile.kernels.mhc.cuda.plans import Problem
@@ -55,6 +56,7 @@ LEAST = {
     "head": (N + 1, 0, N),
 }
 CALLS = 20
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 METHOD = (
     f"microseconds a call, hot and cold: median of {REPLAYS} replays of a CUDA graph of {CALLS} calls or more; see "
     "benchmarks/mhc.py"
@@ -90,10 +92,10 @@ class Inputs:
 
 
 def make(tokens: int, hidden: int, seed: int) -> Inputs:
-    generator = torch.Generator("cuda").manual_seed(seed)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device="cuda")
+        return torch.randn(shape, generator=generator, device=DEVICE)
 
     return Inputs(
         normal(tokens, hidden).bfloat16(),
@@ -127,7 +129,7 @@ def both(run: Callable[..., Any], sets: list[tuple[Any, ...]]) -> tuple[float, f
 def copies(operator: str, tokens: int, hidden: int) -> tuple[float, float]:
     size = least_bytes(operator, tokens, hidden) // 2
     sets = [
-        tuple(torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2))
+        tuple(torch.empty(size, dtype=torch.uint8, device=DEVICE) for _ in range(2))
         for _ in range(sets_for(operator, tokens, hidden))
     ]
     return both(lambda to, source: to.copy_(source), sets)
@@ -235,7 +237,7 @@ def search(tokens: list[int], widths: list[int]) -> dict[str, Any]:
 
 def table(operators: list[str], tokens: list[int], widths: list[int], families: list[str]) -> dict[str, Any]:
     rows: dict[str, Any] = {}
-    for operator, hidden, n in itertools.product(operators, widths, tokens):
+    for operator, hidden, n in output.track(list(itertools.product(operators, widths, tokens)), "Timing", delay=0):
         inputs = [make(n, hidden, seed) for seed in range(sets_for(operator, n, hidden))]
         sets = [i.arguments(operator) for i in inputs]
         row: dict[str, Any] = {"copy": copies(operator, n, hidden)}
@@ -249,7 +251,16 @@ def table(operators: list[str], tokens: list[int], widths: list[int], families: 
         rows[key] = row
         text = "  ".join(f"{k} {v[0]:.2f} {v[1]:.2f}" if isinstance(v, tuple) else f"{k} {v}" for k, v in row.items())
         print(f"{key}: {text}", flush=True)
+    show(rows, ["copy", *families])
     return rows
+
+
+def show(rows: dict[str, Any], columns: list[str]) -> None:
+    """The times as a table."""
+    body = [
+        (key, *(f"{row[c][0]:.2f} / {row[c][1]:.2f}" if c in row else "" for c in columns)) for key, row in rows.items()
+    ]
+    output.table("Microseconds a call, hot / cold", ("row", *columns), body, right=range(1, len(columns) + 1))
 
 
 def operators_of(text: str) -> list[str]:
@@ -264,10 +275,17 @@ def main() -> None:
     parser.add_argument("--operator", type=operators_of, default=["post_pre"], help=f"{', '.join(OPERATORS)}, or all")
     parser.add_argument("--tokens", type=lambda t: [int(x) for x in t.split(",")], default=list(TOKENS))
     parser.add_argument("--hidden", type=lambda t: [int(x) for x in t.split(",")], default=list(HIDDEN))
-    parser.add_argument("--families", type=lambda t: t.split(","), default=["cuda", "triton"])
+    parser.add_argument("--families", type=lambda t: t.split(","), default=["cuda", "triton"], help="also inductor")
     parser.add_argument("--search", action="store_true", help="time every plan of the CUDA family")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--tiny", action="store_true", help="small rows on a CPU, to see whether this runs")
     arguments = parser.parse_args()
+    if arguments.tiny:
+        global DEVICE
+        DEVICE = "cpu"
+        arguments.tokens, arguments.hidden, arguments.families = [1, 8], [64], ["cpp"]
+    elif not torch.cuda.is_available():
+        raise SystemExit("There is no CUDA device; --tiny runs small rows on the CPU.")
     with torch.no_grad():
         if arguments.search:
             result = search(arguments.tokens, arguments.hidden)

@@ -422,6 +422,7 @@ def measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
     from random_model import FLASH, TINY, random_model
 
     from dsv4_compile.backend import dsv4
+    from dsv4_compile.cli.output import track
 
     if "dsv4" not in torch._dynamo.list_backends():  # a checkout that is not installed
         torch._dynamo.register_backend(dsv4, name="dsv4")
@@ -446,7 +447,7 @@ def measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
         eager = logits_of(work, model)
         exact = None if arguments.no_float32 else float32_logits(model, work)
         ways: dict[str, Way] = {}
-        for name in chosen(arguments.columns, COLUMNS):
+        for name in track(chosen(arguments.columns, COLUMNS), f"Compiling for {row}", delay=0):
             began = time.perf_counter()
             caches = None if arguments.caches is None else arguments.caches / f"{row}-{name}"
             ways[name] = make_way(model, work, COLUMNS[name], arguments.warmup, caches)

@@ -43,6 +43,7 @@ from graph_timing import REPLAYS, Calls, sets_beyond_l2, side_by_side  # beside 
 from torch import Tensor
 from torch.nn import functional
 
+from dsv4_compile.cli.output import track
 from dsv4_compile.kernels import linear, streams
 from dsv4_compile.kernels.linear import grouped, packing, skinny, strategies, tuning
 
@@ -322,7 +323,7 @@ def measure_all(tables: list[str], tokens: list[int] | None) -> dict[str, Any]:
         else:
             counts = tokens or (MIXED_TOKENS if table == "mixed" else TOKENS)
             run = measure_mixed if table == "mixed" else functools.partial(measure, table, GROUPS[table])
-            rows = {str(count): run(count) for count in counts}
+            rows = {str(count): run(count) for count in track(counts, f"Timing {table}", delay=0)}
             show(table, rows)
             result["rows"] |= {f"{table}/{count}": row for count, row in rows.items()}
         result["seconds"][table] = round(time.perf_counter() - begun, 1)

@@ -131,7 +131,7 @@ class Assembler:
 
     Attributes:
         mode: as the option `cudagraphs`.
-        observe: is given the code that Inductor writes.
+        observe: is given the key of each piece, its graph, and the code that Inductor has written for it.
         pieces: for the report.
         whole: why the graph was not cut.
     """
@@ -140,7 +140,7 @@ class Assembler:
     policy: Policy = field(default_factory=Policy)
     split_ops: tuple[str, ...] = ()
     compile_piece: CompilePiece | None = None
-    observe: Callable[[str], None] | None = None
+    observe: Callable[[str, Graph, str], None] | None = None
     cudagraphs: CudaGraphs = field(default_factory=CudaGraphs)
     pieces: list[Piece] = field(default_factory=list)
     compiled: int = 0
@@ -212,6 +212,8 @@ class Assembler:
             is_static = [node in static for node in part.inputs]
             key = keys.key_of(part.module, is_static)
             code, shared = self._code(part, key, is_static, fingerprint, settings)
+            if self.observe is not None:
+                self.observe(key.hash[:16], part.module.graph, getattr(code.run, "source_code", ""))
             made.append((f"piece_{number}", part, code, one.apart))
             self.pieces.append(self._piece(number, one, key, shared, plan.recorder is not None))
         counts = Counter(piece.key for piece in self.pieces)
@@ -257,8 +259,6 @@ class Assembler:
                     return known, True
         run = _compile(part, static, settings, self.compile_piece)
         self.compiled += 1
-        if self.observe is not None and (text := getattr(run, "source_code", "")):
-            self.observe(text)
         code = Code(run, _facts(env, names))
         with _lock:
             for variant in range(VARIANTS):

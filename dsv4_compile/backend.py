@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 import dsv4_compile
 from dsv4_compile import memory, verification
@@ -136,7 +136,8 @@ def _compile(
         passes = None
     if options.compiler == "eager":
         in_pieces = passes is not None and _cuts(options)
-        return _eager(gm, inputs, passes, _assembler(options, graph, None) if in_pieces else None)
+        observe = None if dump is None else dump.piece
+        return _eager(gm, inputs, passes, _assembler(options, graph, observe) if in_pieces else None)
     if passes is not None:
         patches = {**patches, HOOK: chained(passes, patches)}
         if _cuts(options):
@@ -172,15 +173,22 @@ def _in_pieces(
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx
 
-    assembler = _assembler(options, graph, None if dump is None else dump.code)
+    assembler = _assembler(options, graph, None if dump is None else dump.piece)
+
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        compiled = assembler.compile(*args, **kwargs)
+        if dump is not None and (code := getattr(compiled, "source_code", "")):  # it was not cut
+            dump.code(code)
+        return compiled
+
     with config.patch(enable_autograd_cache=False):
-        compiled = compile_fx(gm, inputs, inner_compile=assembler.compile, config_patches=patches or None)
+        compiled = compile_fx(gm, inputs, inner_compile=inner, config_patches=patches or None)
     if assembler.whole is not None:
         graph.notes.append(f"compiled as one piece: {assembler.whole}")
     return compiled
 
 
-def _assembler(options: Options, graph: GraphReport, observe: Callable[[str], None] | None) -> Assembler:
+def _assembler(options: Options, graph: GraphReport, observe: Callable[[str, Graph, str], None] | None) -> Assembler:
     """One that writes into the report of the graph."""
     asked = options.cudagraphs in _MODES
     policy = Policy(options.capture_sizes, options.capture_memory, options.verify, strict=options.strict and asked)

@@ -9,8 +9,8 @@ from pathlib import Path
 __all__ = ["write_atomically"]
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Writes `text`, making the folder and replacing what was there.
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Writes `content`, making the folder and replacing what was there.
 
     Raises:
         OSError: the folder or the file cannot be written.
@@ -19,7 +19,7 @@ def write_atomically(path: Path, text: str) -> None:
     name = path.with_name(f".{uuid.uuid4().hex}.part")
     try:
         # A lone surrogate in a name must not be what fails.
-        name.write_text(text, encoding="utf-8", errors="backslashreplace")
+        name.write_bytes(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
         os.replace(name, path)
     except BaseException:
         name.unlink(missing_ok=True)

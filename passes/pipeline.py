@@ -26,7 +26,7 @@ from dsv4_compile.passes import verify
 from dsv4_compile.passes.projections import ProjectionsPass
 from dsv4_compile.passes.sites import Missed, PassResult
 
-__all__ = ["Collected", "GraphPass", "GraphPasses", "PassError", "collecting", "source_hash"]
+__all__ = ["Collected", "GraphPass", "GraphPasses", "PassError", "collecting", "is_collecting", "source_hash"]
 
 logger = logging.getLogger("dsv4_compile.passes")
 
@@ -69,6 +69,11 @@ def collecting() -> Iterator[Collected]:
         yield collected
     finally:
         _current.reset(token)
+
+
+def is_collecting() -> bool:
+    """Whether `collecting()` is open in this thread."""
+    return _current.get() is not None
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 from dsv4_compile.cli.app import app
 from dsv4_compile.cli.diff import compared
 from dsv4_compile.dump.reader import read
-from dsv4_compile.dump.schema import NodeRecord
+from dsv4_compile.dump.schema import SCHEMA, NodeRecord
 from tests.models import CSA, SLIDING, deepseek
 
 HOSTILE = "<img src=x onerror=alert(1)>\x1b[31m[red]"
@@ -185,7 +185,9 @@ def test_streams_draws_lanes_and_the_critical_one(good, tmp_path):
 
 
 def test_pieces_has_the_one_of_each_graph(good):
-    assert re.search(r"0/0 +piece_0 +[0-9a-f]{16} ", run("pieces", good).stdout)
+    done = run("pieces", good)
+    assert done.exit_code == 0 and "Graph 0/0: 1 piece, 1 distinct; 1 eager" in done.stdout
+    assert re.search(r"why: the graph is one piece, \d+ nodes", done.stdout)
     (graph,) = json.loads(run("pieces", good, "--json").stdout)
     assert graph["cudagraphs"]["mode"] == "off" and len(graph["pieces"]) == 1
 
@@ -226,7 +228,7 @@ def test_what_cannot_be_read_is_one_sentence(command, good, tmp_path):
     shutil.copytree(good, tmp_path / "newer")
     (half,), (newer,) = ((tmp_path / name).glob("2*/index.json") for name in ("half", "newer"))
     half.write_text(half.read_text()[:300])
-    newer.write_text(newer.read_text().replace('"schema": 1', '"schema": 2'))
+    newer.write_text(newer.read_text().replace(f'"schema": {SCHEMA}', '"schema": 99'))
     for name, status in {"none": 2, "empty": 1, "half": 1, "newer": 1}.items():
         done = run(command, tmp_path / name)
         assert done.exit_code == status, (name, done.output)
@@ -262,13 +264,32 @@ def test_a_wrong_name_is_a_usage_error_that_lists_the_right_ones(arguments, good
 
 
 @pytest.mark.parametrize("command", DUMP_COMMANDS)
-def test_a_folder_without_rights_is_one_sentence(command, tmp_path):
+def test_a_folder_without_rights_is_one_sentence(command, tmp_path, monkeypatch):
     locked = tmp_path / "locked"
     locked.mkdir(mode=0)
-    if os.access(locked, os.R_OK):
-        pytest.skip("nothing is forbidden to root")
+    if os.access(locked, os.R_OK):  # nothing is forbidden to root, so the system is made to say so
+        monkeypatch.setattr(os, "scandir", forbid)
     done = run(command, locked)
     assert done.exit_code == 1 and done.stderr == f"{locked} cannot be read: Permission denied.\n"
+
+
+@pytest.mark.parametrize("command", DUMP_COMMANDS)
+def test_a_file_without_rights_is_one_sentence(command, good, monkeypatch):
+    monkeypatch.setattr(Path, "read_text", forbid)
+    done = run(command, good)
+    assert done.exit_code == 1 and done.stdout == ""
+    assert re.fullmatch(r".*index\.json, .* cannot be read: Permission denied\.\n", done.stderr)
+
+
+def forbid(*_: object, **__: object) -> None:
+    raise PermissionError(13, "Permission denied")
+
+
+@pytest.mark.parametrize("arguments", [("report", "-o"), ("streams", "--svg")])
+def test_a_file_that_cannot_be_written_is_one_sentence(arguments, good, tmp_path):
+    (tmp_path / "file").write_text("")
+    done = run(arguments[0], good, arguments[1], tmp_path / "file" / "page")
+    assert done.exit_code == 1 and done.stderr.count("\n") == 1 and "could not be written" in done.stderr
 
 
 def test_names_with_markup_and_escapes_are_only_text(tmp_path):
@@ -312,6 +333,25 @@ def test_python_m_and_the_version():
     assert re.fullmatch(r"dsv4_compile \d+\.\d+\.\d+\S*\n", done.stdout)
 
 
+@pytest.mark.parametrize("arguments", [("diff",), ("show", "--pass", "mhc"), ("explain", "--json")])
+def test_a_reader_that_has_seen_enough_is_no_problem(arguments, good):
+    """As `dsv4-compile diff DIR | head -1`, with an output that is larger than a pipe holds."""
+    command = [sys.executable, "-m", "dsv4_compile", arguments[0], str(good), *arguments[1:]]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == b"" and process.wait() == 0
+
+
+@pytest.mark.parametrize("command", ["show", "streams", "explain", "pieces", "diff"])
+def test_an_output_that_knows_ascii_only_is_no_problem(command, good):
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    words = [sys.executable, "-m", "dsv4_compile", command, str(good)]
+    done = subprocess.run(words, capture_output=True, env=environment)
+    assert done.returncode == 0 and done.stderr == b"", done.stderr
+    assert done.stdout.isascii() and done.stdout
+
+
 def test_usage_errors_end_with_two():
     assert run("shwo").exit_code == 2
     assert run("show").exit_code == 2
@@ -332,3 +372,23 @@ def test_graphs_and_passes_complete(good, tmp_path):
     assert complete(f"dsv4-compile show {good} ", 3) == ["0/0"]
     assert complete(f"dsv4-compile diff {good} --pass m", 4) == ["mhc"]
     assert complete(f"dsv4-compile show {tmp_path} ", 3) == []
+
+
+# ------------------------------------------------------------------------------------------- what explain cannot know
+
+
+def test_explain_of_a_graph_that_was_not_finished_does_not_say_that_nothing_is_there(good, tmp_path):
+    """As a process leaves it that is killed in Inductor: the passes ran, and the report was to be written then."""
+    shutil.copytree(good, tmp_path / "killed")
+    (index,), (path,) = (list((tmp_path / "killed").glob(f"*/{name}")) for name in ("index.json", "report_0.json"))
+    index.write_text(index.read_text().replace('"state": "compiled"', '"state": "compiling"'))
+    report = json.loads(path.read_text())
+    report["graphs"][0] |= {"mhc": [], "projections": [], "missed": []}
+    path.write_text(json.dumps(report))
+    for site in ((), ("model.layers.0",)):
+        done = run("explain", tmp_path / "killed", *site)
+        assert done.exit_code == 1 and "Graph 0/0 was not finished" in done.stdout
+        assert "looked like a site" not in done.stdout
+    assert run("report", tmp_path / "killed").exit_code == 0
+    page = next((tmp_path / "killed").glob("report.html")).read_text()
+    assert "Graph 0/0 was not finished" in page and "Nothing looked like a site" not in page

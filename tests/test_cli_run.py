@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -85,6 +86,12 @@ def test_run_of_a_script_that_compiles_nothing(script, tmp_path):
     assert "Nothing was compiled with the dsv4 backend" in done.stderr
 
 
+def test_a_limit_that_is_none_is_a_usage_error_before_anything_runs(script, tmp_path):
+    done = run("run", "--dump-dir", tmp_path / "dump", "--limit", "much", script)
+    assert done.exit_code == 2 and done.stderr.startswith("DSV4_DUMP_LIMIT must be a number of bytes")
+    assert not (tmp_path / "dump").exists()
+
+
 def test_run_of_no_script_is_a_usage_error(tmp_path):
     done = run("run", tmp_path / "none.py")
     assert done.exit_code == 2 and done.stderr.startswith("There is no script")
@@ -117,6 +124,39 @@ def test_bench_gives_data_and_keeps_tables_apart_from_it(tmp_path, monkeypatch, 
     assert json.loads(out) == [1] and err == "a table\n"
 
 
+def test_benchmarks_need_nothing_that_is_not_installed_with_the_package():
+    """An installed package has no tests, and no checkout around it."""
+    for name in bench.NAMES:
+        text = bench.script(name).read_text()
+        assert not re.search(r"(?:from|import) tests\b", text), name
+
+
+def test_a_benchmark_without_a_card_says_so_in_a_sentence():
+    if torch.cuda.is_available():
+        pytest.skip("there is a card")
+    for name in ("mhc", "projections", "model"):
+        done = command("bench", name)
+        assert done.returncode == 1
+        assert re.fullmatch(r"There is no CUDA device; --tiny runs .* on the CPU\.\n", done.stderr)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mhc", "projections"])
+def test_benchmarks_run_on_a_cpu(name):
+    done = command("bench", "--json", name, "--tiny")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["rows"]
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_compile_times_runs():
+    pytest.importorskip("transformers")
+    done = command("bench", "--json", "compile-time", "--layers", "1", "--steps", "", "--columns", "dsv4")
+    assert done.returncode == 0, done.stderr
+    cell = json.loads(done.stdout)["rows"]["layers/1"]["dsv4"]
+    assert cell["equal"] is True and cell["graphs"] == 1 and cell["seconds"] > 0
+
+
 @pytest.mark.slow
 def test_the_benchmark_of_dumps_runs():
     pytest.importorskip("transformers")
@@ -133,7 +173,34 @@ def test_doctor_says_what_would_be_used():
     found = {check.name: check for check in doctor.checks()}
     assert found["torch"].value == torch.__version__
     assert found["mhc='auto'"].value in ("cuda", "triton", "cpp")
-    assert {"Python", "C++ compiler", "nvcc", "triton", "tilelang", "cache folder", "depyf", "vllm"} <= set(found)
+    tools = {"Python", "C++ compiler", "nvcc", "triton", "tilelang", "depyf", "matplotlib", "vllm"}
+    assert tools | {"Inductor's cache", "kernels and choices", "pieces"} <= set(found)
+    assert found["cudagraphs='auto'"].value and found["projections='auto'"].value
+
+
+def test_doctor_says_that_a_family_is_no_value_of_mhc():
+    found = {check.name: check for check in doctor.checks()}
+    assert not {"mhc='cpp'", "mhc='cuda'"} & set(found)
+    if found["mhc='auto'"].value == "cpp":
+        assert "no value of mhc=" in found["mhc='auto'"].detail
+        assert "mhc='auto' takes them on cuda; they cannot be asked for" in found["CUDA C++ kernels"].detail
+
+
+def test_doctor_ends_with_one_when_what_is_asked_for_does_not_run(monkeypatch):
+    """TileLang on a CPU; capture, where it has no effect."""
+    if torch.cuda.is_available():
+        pytest.skip("TileLang may run here")
+    monkeypatch.setenv("DSV4_OPTIONS", '{"mhc": "tilelang"}')
+    done = run("doctor")
+    assert done.exit_code == 1
+    assert "mhc='tilelang': falls back to cpp: DSV4_OPTIONS asks for it; " in done.stdout
+
+
+def test_doctor_finds_a_cache_folder_that_cannot_be_written(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    found = {check.name: check for check in doctor.checks()}
+    assert found["Triton's cache"].state == "problem" and "set TRITON_CACHE_DIR" in found["Triton's cache"].detail
 
 
 def test_doctor_ends_with_one_when_the_environment_is_wrong(monkeypatch):

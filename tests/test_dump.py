@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -94,7 +95,9 @@ def test_listing_groups_by_module_and_has_shapes_in_the_margin(tmp_path):
     text = graph.listing("projections")
     assert "    # ---- a  " in text and "test_dump.py:" in text
     (line,) = [line for line in text.splitlines() if "dsv4.parallel_linear" in line]
-    assert line.endswith("# (float32[3, 8], float32[3, 12])  <- dsv4")
+    margin = line.partition("# ")[2]
+    assert margin.startswith("(float32[3, 8], float32[3, 12])  ") and margin.endswith("  <- dsv4")
+    assert all(re.search(rf"arg\d_1 = {name}\b", margin) for name in ("a.weight", "b.weight", "x"))
 
 
 def test_symbolic_shapes_are_text_and_their_bytes_unknown(tmp_path):
@@ -170,7 +173,7 @@ def test_a_strict_error_is_in_the_index(tmp_path):
 
 
 def test_a_node_that_cannot_be_described_breaks_nothing(tmp_path, monkeypatch):
-    def fail(graph: torch.fx.Graph) -> None:
+    def fail(graph: torch.fx.Graph, names: list[str]) -> None:
         raise ValueError("no words")
 
     monkeypatch.setattr(writer, "records", fail)
@@ -294,6 +297,14 @@ def test_a_folder_of_something_else(tmp_path):
     (tmp_path / "notes.txt").touch()
     with pytest.raises(DumpError, match=r"holds no dump that can be read; it has notes\.txt"):
         read(tmp_path)
+
+
+def test_folders_of_somebody_else_are_no_dump_and_no_problem(copied, tmp_path):
+    (copied / "notes").mkdir()
+    assert not read(copied).problems
+    (tmp_path / "other" / "folder").mkdir(parents=True)
+    with pytest.raises(DumpError, match=r"other holds no dump that can be read; it has folder\.$"):
+        read(tmp_path / "other")
 
 
 def test_an_index_that_ends_in_the_middle(copied):

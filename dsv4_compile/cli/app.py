@@ -7,6 +7,7 @@ that cannot be read), 2 when the command was not understood.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import sys
@@ -25,6 +26,7 @@ from dsv4_compile.cli import output, show, streams
 from dsv4_compile.cli import pieces as cutting
 from dsv4_compile.cli import run as running
 from dsv4_compile.cli.output import FOUND_A_PROBLEM, USAGE
+from dsv4_compile.cli.plot import PlotError
 from dsv4_compile.dump.reader import Dump, DumpedGraph, DumpError, NoSuchError, read
 from dsv4_compile.files import write_atomically
 from dsv4_compile.options import OptionError
@@ -47,11 +49,25 @@ def main() -> None:
 
 
 @contextmanager
+def _reading() -> Iterator[None]:
+    """As `_sentences`, for a command that reads a dump: it makes many objects, none of which is garbage before its end,
+    and looking for some takes a third of its time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        with _sentences():
+            yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@contextmanager
 def _sentences() -> Iterator[None]:
     """What a user can mend is one sentence and an exit status, not a traceback."""
     try:
         yield
-    except (DumpError, OptionError) as error:
+    except (DumpError, OptionError, PlotError) as error:
         output.warning(str(error))
         raise typer.Exit(USAGE if isinstance(error, NoSuchError | OptionError) else FOUND_A_PROBLEM) from error
     except BrokenPipeError:
@@ -77,6 +93,12 @@ def _completed(context: typer.Context) -> list[DumpedGraph]:
         return read(folder).graphs if folder is not None else []
     except DumpError:
         return []
+
+
+def _benchmark_names(incomplete: str) -> list[str]:
+    from dsv4_compile.cli import bench
+
+    return [name for name in bench.NAMES if name.startswith(incomplete)]
 
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A dump: the folder that dump_dir named.")]
@@ -119,11 +141,11 @@ def _end(is_problem: bool) -> None:
 @app.command("show")
 def _show(folder: Folder, graph: Graph = None, stage: Pass = None, module: Module = "", as_json: Json = False) -> None:
     """The graphs of a dump; the stages of one GRAPH; with --pass the graph behind that pass ("before": before all)."""
-    with _sentences():
+    with _reading():
         dump = _read(folder)
         if stage is not None or module:
             one = dump.graph(graph)
-            name = stage or one.entry.stages[-1].name if one.entry.stages else stage or "before"
+            name = stage or (one.entry.main[-1].name if one.entry.main else "before")
             if as_json:
                 output.json_out([vars(node) for node in show.selected(one.nodes(name), module)])
             else:
@@ -142,7 +164,7 @@ def _show(folder: Folder, graph: Graph = None, stage: Pass = None, module: Modul
 @app.command("diff")
 def _diff(folder: Folder, graph: Graph = None, name: Pass = None, module: Module = "", as_json: Json = False) -> None:
     """What the passes did to a graph (the largest, when none is named): - removed, + added, > moved, ~ changed."""
-    with _sentences():
+    with _reading():
         one = _read(folder).graph(graph)
         names = diffing.between(one, name)
         diff = diffing.compared(one.nodes(names[0]), one.nodes(names[1]), names, module)
@@ -156,19 +178,21 @@ def _explain(
     graph: Annotated[str | None, typer.Option(metavar="GRAPH", autocompletion=_graph_names)] = None,
     as_json: Json = False,
 ) -> None:
-    """What happened at each site: matched and how, or the first thing that stopped it (and then the status is 1)."""
-    with _sentences():
+    """What happened at each site: matched and how, or what stopped it (status 1, as for an unfinished graph)."""
+    with _reading():
         dump = _read(folder)
         graphs = dump.graphs if graph is None else [dump.graph(graph)]
         found = explaining.findings(graphs, site)
+        is_whole = all(one.entry.state == "compiled" for one in graphs)
         if not found and site:
             sentence = explaining.nothing_there(dump, graphs, site)
             output.json_out([]) if as_json else output.line(sentence)
+            _end(not is_whole)
             return
         output.json_out(explaining.to_dicts(found)) if as_json else explaining.print_findings(found, graphs, bool(site))
-        if not found and not as_json:
+        if not found and not as_json and is_whole:
             output.line("Nothing in this dump looked like a site.")
-        _end(any(one.outcome == explaining.LEFT_ALONE for one in found))
+        _end(not is_whole or any(one.outcome == explaining.LEFT_ALONE for one in found))
 
 
 @app.command("streams")
@@ -179,7 +203,7 @@ def _streams(
     as_json: Json = False,
 ) -> None:
     """Which projections run on which stream, where they fork and join, and which stream decides the time."""
-    with _sentences():
+    with _reading():
         dump = _read(folder)
         graphs = dump.graphs if graph is None else [dump.graph(graph)]
         if svg is not None:
@@ -197,7 +221,7 @@ def _streams(
 @app.command("pieces")
 def _pieces(folder: Folder, graph: Graph = None, as_json: Json = False) -> None:
     """Where graphs are cut into pieces, which are the same, what is captured and what that holds in memory."""
-    with _sentences():
+    with _reading():
         dump = _read(folder)
         found = cutting.pieces(dump.graphs if graph is None else [dump.graph(graph)])
         output.json_out(found) if as_json else cutting.print_pieces(found)
@@ -209,8 +233,8 @@ def _compare(
     second: Annotated[Path, typer.Argument(metavar="DIR_B")],
     as_json: Json = False,
 ) -> None:
-    """What differs between two dumps. Status 1 when the second leaves alone what the first did not, or fails."""
-    with _sentences():
+    """What differs between two dumps. Status 1 when the second leaves alone or does not capture what the first did."""
+    with _reading():
         data = comparing.compared(_read(first), _read(second))
         output.json_out(data) if as_json else comparing.print_comparison(data, (str(first), str(second)))
         _end(comparing.is_worse(data))
@@ -223,7 +247,7 @@ def _report(
     max_lines: Annotated[int, typer.Option(min=0, help="Lines of graphs that the page may hold.")] = 150_000,
 ) -> None:
     """One page of HTML with everything, for a browser; it needs no network."""
-    with _sentences():
+    with _reading():
         from dsv4_compile.cli.page import page
 
         text = page(_read(folder), max_lines)
@@ -294,14 +318,25 @@ def _settings(text: str) -> dict[str, Any]:
 
 @app.command("bench", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
 def _bench(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="projections, mhc, model, compile-time or dump.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="projections, mhc, model, compile-time or dump.", autocompletion=_benchmark_names
+        ),
+    ],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="For the benchmark.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the results into this file (.svg, .png, .pdf).")
+    ] = None,
+    source: Annotated[
+        Path | None, typer.Option("--from", metavar="FILE", help="Measure nothing, draw the results in this JSON.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Runs a benchmark of the repository; options before NAME."""
+    """Runs a benchmark of the repository; --json before NAME, the benchmark's own options behind it."""
     with _sentences():
         from dsv4_compile.cli import bench
 
         if name not in bench.NAMES:
             raise NoSuchError(f"There is no benchmark {name!r}; there are {', '.join(bench.NAMES)}.")
-        raise typer.Exit(bench.bench(name, arguments or [], as_json))
+        raise typer.Exit(bench.bench(name, bench.wish(arguments or [], plot, source), as_json))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsv4_compile.cli import output
-from dsv4_compile.cli.show import is_below
+from dsv4_compile.cli.show import is_below, selected
 from dsv4_compile.dump.reader import DumpedGraph, DumpError, NoSuchError
 from dsv4_compile.dump.schema import FIRST_STAGES, NodeRecord
 
@@ -47,33 +47,46 @@ def between(graph: DumpedGraph, name: str | None) -> tuple[str, str]:
         NoSuchError: no such pass.
         DumpError: the graph has not got as far as its passes.
     """
-    stages = [stage.name for stage in graph.entry.stages if stage.name != "dynamo"]
+    every = [stage.name for stage in graph.entry.stages if stage.name != "dynamo"]
+    within = (name or "").rpartition("/")[0]
+    stages = [stage for stage in every if stage.rpartition("/")[0] == within]
+    if within and not stages:
+        raise NoSuchError(f"Graph {graph.label} has no pass {name!r}; it has {', '.join(_passes(every))}.")
     if len(stages) < 2:
         state = f"it is {graph.entry.state}" + (f" ({graph.entry.error.splitlines()[0]})" if graph.entry.error else "")
         raise DumpError(f"No pass ran on graph {graph.label}, so there is nothing to compare: {state}.")
     if name is None:
         return stages[0], stages[-1]
-    if name in FIRST_STAGES or name not in stages:
-        raise NoSuchError(f"Graph {graph.label} has no pass {name!r}; it has {', '.join(stages[1:])}.")
+    if name not in _passes(stages):
+        raise NoSuchError(f"Graph {graph.label} has no pass {name!r}; it has {', '.join(_passes(every))}.")
     return stages[stages.index(name) - 1], name
+
+
+def _passes(stages: Sequence[str]) -> list[str]:
+    return [stage for stage in stages if stage.rpartition("/")[2] not in FIRST_STAGES]
 
 
 def compared(
     before: Sequence[NodeRecord], after: Sequence[NodeRecord], names: tuple[str, str], module: str
 ) -> GraphDiff:
-    """The difference of two stages, of nodes in `module`."""
-    old, new = ({node.name: node for node in nodes} for nodes in (before, after))
-    kept = [node.name for node in after if node.name in old]
-    place = {node.name: i for i, node in enumerate(before)}
-    stayed = _longest_rising([place[name] for name in kept])
-    moved = [new[name] for name in kept if place[name] not in stayed]
-    changed = [(old[name], new[name]) for name in kept if _does(old[name]) != _does(new[name])]
+    """The difference of two stages, of nodes in `module`.
+
+    Raises:
+        NoSuchError: neither has such nodes.
+    """
+    selected([*before, *after], module)
+    old, new = ({(node.graph, node.name): node for node in nodes} for nodes in (before, after))
+    kept = [key for key in new if key in old]
+    place = {key: i for i, key in enumerate(old)}
+    stayed = _longest_rising([place[key] for key in kept])
+    moved = [new[key] for key in kept if place[key] not in stayed]
+    changed = [(old[key], new[key]) for key in kept if _does(old[key]) != _does(new[key])]
     counts = [Counter(n.target for n in nodes if _counts(n, module)) for nodes in (before, after)]
     ops = {op: (counts[0][op], counts[1][op]) for op in sorted(counts[0] | counts[1]) if counts[0][op] != counts[1][op]}
     return GraphDiff(
         *names,
-        added=tuple(node for node in after if node.name not in old and is_below(node.module, module)),
-        removed=tuple(node for node in before if node.name not in new and is_below(node.module, module)),
+        added=tuple(node for key, node in new.items() if key not in old and is_below(node.module, module)),
+        removed=tuple(node for key, node in old.items() if key not in new and is_below(node.module, module)),
         moved=tuple(node for node in moved if is_below(node.module, module)),
         changed=tuple(pair for pair in changed if is_below(pair[1].module, module)),
         ops=ops,

@@ -12,15 +12,21 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dsv4_compile.cli import output, vllm_settings
+
+if TYPE_CHECKING:
+    from dsv4_compile.options import Options
 
 __all__ = ["Check", "checks", "print_checks"]
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 
 _STREAMS, _HIDDEN = 4, 4096
+_LANGUAGES = {"cuda": "CUDA C++", "cpp": "C++"}
+_ASKED = "DSV4_OPTIONS asks for it"
+_RULE = "pack, else streams, else as they are; DSV4_MEASURE=1 measures"
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,7 @@ def checks(vllm: Mapping[str, Any] | None = None) -> list[Check]:
         _device,
         _compilers,
         _kernels,
+        _compilation,
         _options,
         _folders,
         _extras,
@@ -118,25 +125,67 @@ def _kernels() -> Iterator[Check]:
     import torch
 
     from dsv4_compile.kernels.mhc import families
+    from dsv4_compile.options import CHOICES
 
+    asked = _in_force().mhc
     is_cuda = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
     of = f"for {_STREAMS} streams of {_HIDDEN} in bfloat16 on {device.type}"
     chosen, why = families.resolve("auto", device, _STREAMS, _HIDDEN, torch.bfloat16)
     best = families.BEST.get(device.type, ("reference",))[0]
-    yield Check("mhc='auto'", OK if chosen == best else PROBLEM, chosen, f"{of}{f': {why}' if why else ''}")
+    hidden = "" if chosen in CHOICES["mhc"] else "; a family that 'auto' picks, and no value of mhc="
+    detail = f"{of}{f': {why}' if why else hidden}"
+    yield Check("mhc='auto'", OK if chosen == best else PROBLEM, chosen, detail)
     for wish in families.FAMILIES:
         if wish in (chosen, "reference"):
             continue
         family, why = families.resolve(wish, device, _STREAMS, _HIDDEN, torch.bfloat16)
         usable = family == wish
-        yield Check(
-            f"mhc={wish!r}", OK if usable else NOTE, "usable" if usable else f"falls back to {family}", why or ""
-        )
-    rule = (
-        "pack, else streams, else as they are; DSV4_MEASURE=1 measures" if is_cuda else "as they are: as fast on a CPU"
-    )
-    yield Check("projections='auto'", OK, "rule" if is_cuda else "serial", rule)
+        if wish in CHOICES["mhc"]:
+            value = "usable" if usable else f"falls back to {family}"
+            state = OK if usable else PROBLEM if wish == asked else NOTE
+            yield Check(f"mhc={wish!r}", state, value, "; ".join(filter(None, [_ASKED * (wish == asked), why])))
+        else:
+            detail = f"{'' if usable else f'{why}; '}{_elsewhere(wish, families.BEST)}"
+            yield Check(f"{_LANGUAGES.get(wish, wish)} kernels", NOTE, "not used here", detail)
+
+
+def _elsewhere(family: str, best: Mapping[str, tuple[str, ...]]) -> str:
+    """Where a family that is no value of `mhc=` runs."""
+    devices = [device for device, order in best.items() if order[0] == family]
+    return f"mhc='auto' takes them on {' and '.join(devices) or 'no device'}; they cannot be asked for"
+
+
+def _in_force() -> Options:
+    """The options of this process; the defaults where `DSV4_OPTIONS` cannot be used, which `_options` says."""
+    from dsv4_compile.options import OptionError, Options
+
+    try:
+        return Options.resolve({})
+    except OptionError:
+        return Options()
+
+
+def _compilation() -> Iterator[Check]:
+    """What options lead to in this process: those of `DSV4_OPTIONS`, and the defaults."""
+    import torch
+
+    from dsv4_compile.backend import _MODES, _cuts, _first_effective
+    from dsv4_compile.runtime.recorder import recorder_of
+
+    options, is_cuda = _in_force(), torch.cuda.is_available()
+    effective, device = _first_effective(options), torch.device("cuda" if is_cuda else "cpu")
+    for name in ("projections", "cudagraphs"):
+        asked, runs = getattr(options, name), effective[name]
+        differs = isinstance(runs, Mapping)
+        value, why = (str(runs["value"]), str(runs["reason"])) if differs else (str(runs), "")
+        if (name, asked) == ("projections", "auto") and not differs:
+            value, why = ("rule", _RULE) if is_cuda else ("serial", "as they are: as fast on a CPU")
+        if name == "cudagraphs" and asked in _MODES and recorder_of(device) is None:
+            differs, value, why = True, "off", f"there are no CUDA graphs on {device}"
+        yield Check(f"{name}={asked!r}", PROBLEM if differs and asked != "auto" else OK, value, why)
+    value = "graphs are cut" if _cuts(options) else "a graph is one piece"
+    yield Check("pieces", OK, value, "cudagraphs= and DSV4_PIECES=1 cut graphs")
 
 
 def _options() -> Iterator[Check]:
@@ -160,14 +209,24 @@ def _options() -> Iterator[Check]:
 def _folders() -> Iterator[Check]:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    folder = Path(cache_dir())
-    is_writable = os.access(folder, os.W_OK) if folder.exists() else os.access(folder.parent, os.W_OK)
-    why = "" if is_writable else "it cannot be written: every process compiles anew; set TORCHINDUCTOR_CACHE_DIR"
-    yield Check("cache folder", OK if is_writable else PROBLEM, str(folder), why)
+    from dsv4_compile.kernels.choice.store import cache_folder
+
+    yield _folder("Inductor's cache", Path(cache_dir()), "TORCHINDUCTOR_CACHE_DIR")
+    yield _folder("kernels and choices", cache_folder(), "TORCHINDUCTOR_CACHE_DIR")
+    if triton := os.environ.get("TRITON_CACHE_DIR"):  # without it Triton keeps its code in Inductor's folder
+        yield _folder("Triton's cache", Path(triton), "TRITON_CACHE_DIR")
+
+
+def _folder(name: str, folder: Path, variable: str) -> Check:
+    nearest = next((path for path in (folder, *folder.parents) if path.exists()), folder)
+    is_writable = nearest.is_dir() and os.access(nearest, os.W_OK)
+    why = "" if is_writable else f"it cannot be written: every process compiles anew; set {variable}"
+    return Check(name, OK if is_writable else PROBLEM, str(folder), why)
 
 
 def _extras() -> Iterator[Check]:
     yield _package("depyf", "a dump then has no bytecode of Dynamo: pip install 'dsv4_compile[depyf]'")
+    yield _package("matplotlib", "bench --plot needs it: pip install 'dsv4_compile[plot]'")
 
 
 def _vllm(config: Mapping[str, Any] | None) -> Iterator[Check]:

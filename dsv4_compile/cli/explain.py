@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from dsv4_compile.cli import output
-from dsv4_compile.cli.show import is_below
+from dsv4_compile.cli.show import is_below, nearest
 from dsv4_compile.dump.reader import Dump, DumpedGraph, NoSuchError
+from dsv4_compile.dump.schema import FIRST_STAGES, NodeRecord
+from dsv4_compile.dump.typed import built
 from dsv4_compile.passes.sites import MhcSite, Missed, ProjectionGroup
 from dsv4_compile.report import choice_text, form_text, group_text, mhc_text
 
-__all__ = ["LEFT_ALONE", "Finding", "file_name", "findings", "nothing_there", "print_findings", "to_dicts"]
+__all__ = [
+    "LEFT_ALONE",
+    "Finding",
+    "file_name",
+    "findings",
+    "nothing_there",
+    "print_findings",
+    "to_dicts",
+    "unfinished",
+]
 
 LEFT_ALONE = "left alone"
+
+_SIGNS = {
+    "mhc": "product with an fn of [(2+n)*n, n*D] in mHC's manner",
+    "projections": "two linears that read one activation",
+}
+"""What a pass looks for."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +55,7 @@ class Finding:
 def findings(graphs: list[DumpedGraph], site: str = "") -> list[Finding]:
     """What happened at `site` and inside it, what was left alone first; equal in several graphs is said once."""
     merged: dict[Finding, list[str]] = {}
-    for graph in graphs:
+    for graph in output.track(graphs, "Reading reports"):
         for found in findings_of(graph):
             if found.concerns(site):
                 merged.setdefault(replace(found, graphs=()), []).append(graph.label)
@@ -49,16 +65,21 @@ def findings(graphs: list[DumpedGraph], site: str = "") -> list[Finding]:
 
 def findings_of(graph: DumpedGraph) -> Iterator[Finding]:
     """What the report of one graph says about places."""
-    report, labels = graph.report, (graph.label,)
-    for record in report.get("missed", []):
-        missed = Missed(**record)
+    with graph.run.reading(graph.entry.report):
+        yield from _findings_in(graph.report, graph.label)
+
+
+def _findings_in(report: Mapping[str, Any], label: str) -> Iterator[Finding]:
+    labels = (label,)
+    for record in report["missed"]:
+        missed = built(Missed, record)
         yield Finding(missed.site, missed.kind, LEFT_ALONE, missed.reason, missed.source, labels)
-    for record in report.get("mhc", []):
-        site = MhcSite(**record)
+    for record in report["mhc"]:
+        site = built(MhcSite, record)
         outcome = "recognised" if site.kernel == "inductor" else "replaced"
         yield Finding(site.site, f"mhc {form_text(site)}", outcome, mhc_text(site), site.source, labels)
-    for record in report.get("projections", []):
-        group = ProjectionGroup.from_dict(record)
+    for record in report["projections"]:
+        group = built(ProjectionGroup, record)
         detail = "; ".join([group_text(group), *(choice_text(choice, group) for choice in group.measured)])
         members = tuple(f"{group.site}.{linear.name}".removeprefix(".") for linear in group.linears)
         yield Finding(group.site, "projections", "together", detail, group.source, labels, members)
@@ -70,37 +91,49 @@ def nothing_there(dump: Dump, graphs: list[DumpedGraph], site: str) -> str:
     Raises:
         NoSuchError: no graph has nodes of such a module.
     """
-    modules: set[str] = set()
-    for graph in graphs:
-        if not any(stage.name == "before" for stage in graph.entry.stages):
-            continue
-        nodes = graph.nodes("before")
-        modules |= {node.module for node in nodes}
+    every: list[NodeRecord] = []
+    for graph in output.track(graphs, "Reading graphs"):
+        stages = [stage.name for stage in graph.entry.main if stage.name in FIRST_STAGES]
+        nodes = graph.nodes(stages[-1]) if stages else []
+        every += nodes
         inside = [node for node in nodes if is_below(node.module, site)]
         if inside:
-            source = next((node.source for node in inside if node.source), "an unknown line")
-            return (
-                f"Nothing at {site} looked like a site: its {len(inside)} nodes, from {source} on, have neither a "
-                "product with an fn of [(2+n)*n, n*D] in mHC's manner nor two linears that read one activation."
-            )
-    paths = {path for module in modules for path in _and_above(module)}
-    near = difflib.get_close_matches(site, sorted(paths), n=3, cutoff=0.5)
-    hint = f"; the nearest are {', '.join(near)}" if near else ""
-    raise NoSuchError(f"No graph of {dump.path} has nodes of a module {site}{hint}.")
+            return _nothing_in(graph, inside, site)
+    raise NoSuchError(f"No graph of {dump.path} has nodes of a module {site}{nearest(site, every)}.")
 
 
-def _and_above(module: str) -> list[str]:
-    parts = module.split(".") if module else []
-    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+def _nothing_in(graph: DumpedGraph, inside: list[NodeRecord], site: str) -> str:
+    if graph.entry.state == "compiling":
+        return unfinished(graph)
+    off = [name for name in _SIGNS if name not in graph.passes]
+    if len(off) == len(_SIGNS):
+        why = [*graph.report["notes"], *graph.entry.error.splitlines()[:1], "both are off"][0]
+        return f"Nothing was looked for at {site}: no pass ran on graph {graph.label} ({why})."
+    source = next((node.source for node in inside if node.source), "an unknown line")
+    signs = " nor ".join(sign for name, sign in _SIGNS.items() if name not in off)
+    rest = f" The pass {off[0]} was off." if off else ""
+    return (
+        f"Nothing at {site} looked like a site: its {len(inside)} nodes, from {source} on, have "
+        f"{'no' if off else 'neither'} {signs}.{rest}"
+    )
+
+
+def unfinished(graph: DumpedGraph) -> str:
+    """What is to be said of a graph whose process lives, or was killed, as a sentence."""
+    return (
+        f"Graph {graph.label} was not finished (its process lives, or was killed): what its passes found is not known."
+    )
 
 
 def print_findings(found: list[Finding], graphs: list[DumpedGraph], is_detailed: bool) -> None:
     """Prints what was found: a table, or with `is_detailed` a paragraph for each."""
     for graph in graphs:
-        for note in graph.report.get("notes", []):
+        for note in graph.report["notes"]:
             output.line(f"graph {graph.label}: {note}", "yellow")
         if graph.entry.error:
             output.line(f"graph {graph.label} failed: {graph.entry.error.splitlines()[0]}", "red")
+        if graph.entry.state == "compiling":
+            output.line(unfinished(graph), "yellow")
     if not is_detailed:
         rows = [(f.site or "(root)", f.kind, f"{f.outcome}{_times(f)}", f.detail, file_name(f.source)) for f in found]
         output.table("What happened where", ("site", "what", "outcome", "how, or what stopped it", "source"), rows)

@@ -9,8 +9,8 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
 from dsv4_compile.cli import output
-from dsv4_compile.cli.explain import LEFT_ALONE, file_name, findings
-from dsv4_compile.cli.pieces import pieces
+from dsv4_compile.cli.explain import LEFT_ALONE, file_name, findings, unfinished
+from dsv4_compile.cli.pieces import KINDS, pieces, summary
 from dsv4_compile.cli.show import overview
 from dsv4_compile.cli.streams import forks, picture
 from dsv4_compile.dump.reader import Dump, DumpedGraph, DumpError
@@ -25,6 +25,8 @@ _WIDTH = 640
 def page(dump: Dump, max_lines: int) -> str:
     """The page. Listings end after `max_lines` lines of all graphs together; the page then says where the rest is."""
     graphs = dump.graphs
+    cut = [{**one, "summary": summary(one)} for one in pieces(graphs) if one["pieces"]]
+    kinds = [piece["kind"] for one in cut for piece in one["pieces"]]
     return (
         _environment()
         .get_template("page.html")
@@ -33,9 +35,12 @@ def page(dump: Dump, max_lines: int) -> str:
             reports=_reports(graphs),
             findings=findings(graphs),
             left_alone=LEFT_ALONE,
+            unfinished=[unfinished(graph) for graph in graphs if graph.entry.state == "compiling"],
             timelines=[_timeline(graph) for graph in graphs],
             picture=picture([fork for graph in graphs for fork in forks(graph)]),
-            pieces=pieces(graphs),
+            pieces=cut,
+            captured={"count": kinds.count("captured"), "of": len(kinds)},
+            kinds=KINDS,
             listings=list(_listings(graphs, max_lines)),
             folder=str(dump.path),
         )
@@ -80,6 +85,7 @@ def _option(name: str, asked: Any, report: dict[str, Any]) -> dict[str, Any]:
         "asked": asked,
         "runs": runs["value"] if differs else runs,
         "reason": runs["reason"] if differs else "",
+        "differs": differs,
     }
 
 
@@ -95,17 +101,17 @@ def _timeline(graph: DumpedGraph) -> dict[str, Any]:
 
 def _listings(graphs: list[DumpedGraph], max_lines: int) -> Iterator[dict[str, Any]]:
     left = max_lines
-    for graph in graphs:
-        for stage in graph.entry.stages:
-            path = str(graph.run.path / stage.text) if stage.text else ""
-            text, why = "", ""
-            try:
-                text = graph.listing(stage.name)
-            except DumpError as error:
-                why = str(error)
-            count = text.count("\n")
-            if count > left:
-                text, why = "", f"{count} lines are too many for this page (--max-lines); they are in {path}."
-            else:
-                left -= count
-            yield {"graph": graph.label, "stage": stage, "text": text, "why": why}
+    stages = [(graph, stage) for graph in graphs for stage in graph.entry.stages]
+    for graph, stage in output.track(stages, "Writing graphs"):
+        path = str(graph.run.path / stage.text) if stage.text else ""
+        text, why = "", ""
+        try:
+            text = graph.listing(stage.name)
+        except DumpError as error:
+            why = str(error)
+        count = text.count("\n")
+        if count > left:
+            text, why = "", f"{count} lines are too many for this page (--max-lines); they are in {path}."
+        else:
+            left -= count
+        yield {"graph": graph.label, "stage": stage, "text": text, "why": why}

@@ -11,18 +11,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dsv4_compile.dump.limit import LIMIT_VARIABLE
+from dsv4_compile.dump.limit import limit as parsed_limit
 from dsv4_compile.options import OPTIONS_VARIABLE, OptionError
 
-__all__ = ["LIMIT_VARIABLE", "environment", "run"]
-
-LIMIT_VARIABLE = "DSV4_DUMP_LIMIT"
+__all__ = ["environment", "run"]
 
 
 def environment(dump_dir: str, limit: str | None) -> dict[str, str]:
     """The variables that make this process and its children write a dump; other options that are set there stay.
 
     Raises:
-        OptionError: `DSV4_OPTIONS` is set to something else than a JSON object.
+        OptionError: `DSV4_OPTIONS` is set to something else than a JSON object, or the limit is no number of bytes.
     """
     text = os.environ.get(OPTIONS_VARIABLE, "").strip() or "{}"
     try:
@@ -32,7 +32,10 @@ def environment(dump_dir: str, limit: str | None) -> dict[str, str]:
     if not isinstance(options, dict):
         raise OptionError(f"{OPTIONS_VARIABLE} must be a JSON object, and it holds {text}.")
     variables = {OPTIONS_VARIABLE: json.dumps({**options, "dump_dir": os.path.abspath(dump_dir)})}
-    return variables | ({LIMIT_VARIABLE: limit} if limit is not None else {})
+    if limit is not None:
+        variables[LIMIT_VARIABLE] = limit
+    parsed_limit({**os.environ, **variables})
+    return variables
 
 
 def run(script: Path, arguments: Sequence[str]) -> tuple[int, str]:

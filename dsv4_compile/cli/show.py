@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dsv4_compile.cli import output
-from dsv4_compile.dump.listing import MARK, listing
-from dsv4_compile.dump.reader import Dump, DumpedGraph
+from dsv4_compile.dump.listing import MARK, inputs_of, listing
+from dsv4_compile.dump.reader import Dump, DumpedGraph, NoSuchError
 from dsv4_compile.dump.schema import NodeRecord
 
-__all__ = ["is_below", "overview", "print_graph", "print_listing", "print_overview", "selected", "stages"]
+__all__ = ["is_below", "nearest", "overview", "print_graph", "print_listing", "print_overview", "selected", "stages"]
 
 
 def overview(dump: Dump) -> dict[str, Any]:
     """Every run and every graph, in a few numbers."""
     runs = [{"folder": run.path.name, **_run(run.index)} for run in dump.runs]
-    return {"runs": runs, "problems": list(dump.problems), "graphs": [_graph(graph) for graph in dump.graphs]}
+    graphs = [_graph(graph) for graph in output.track(dump.graphs, "Reading graphs")]
+    return {"runs": runs, "problems": list(dump.problems), "graphs": graphs}
 
 
 def _run(index: Any) -> dict[str, Any]:
@@ -25,19 +28,16 @@ def _run(index: Any) -> dict[str, Any]:
 
 def _graph(graph: DumpedGraph) -> dict[str, Any]:
     report, entry = graph.report, graph.entry
-    stages = {stage.name: stage for stage in entry.stages}
+    nodes = [stage.nodes for stage in entry.main if stage.name != "dynamo"]
     return {
         "graph": graph.label,
         "state": entry.state,
         "error": entry.error,
-        "nodes": [stages[name].nodes for name in stages if name != "dynamo"],
+        "nodes": nodes,
         "dynamic": report.get("dynamic", False),
-        "mhc": len(report.get("mhc", [])),
-        "projections": len(report.get("projections", [])),
-        "missed": len(report.get("missed", [])),
-        "pieces": len(report.get("pieces", [])),
+        **{name: len(report[name]) for name in ("mhc", "projections", "missed", "pieces")},
         "seconds": entry.seconds,
-        "notes": report.get("notes", []),
+        "notes": [str(note) for note in report["notes"]],
     }
 
 
@@ -78,10 +78,12 @@ def print_overview(data: dict[str, Any]) -> None:
 def stages(graph: DumpedGraph) -> dict[str, Any]:
     """The stages of a graph, with their operators, times and bytes."""
     entry = graph.entry
-    found = [{**vars(stage), "file": stage.text} for stage in entry.stages]
+    ordered = [*entry.main, *(stage for stage in entry.stages if stage not in entry.main)]
+    found = [{**vars(stage), "file": stage.text} for stage in ordered]
     for stage in found:
         del stage["text"]
-    files = {"code": entry.code, "bytecode": entry.bytecode, "folder": str(graph.run.path)}
+    pieces = {key: vars(files) for key, files in entry.pieces.items()}
+    files = {"code": entry.code, "piece_files": pieces, "bytecode": entry.bytecode, "folder": str(graph.run.path)}
     return {**_graph(graph), "stages": found, **files}
 
 
@@ -94,14 +96,15 @@ def print_graph(data: dict[str, Any]) -> None:
     headings = ("stage", "nodes", "seconds", "inputs", "all results", f"file in {data['folder']}")
     output.table(f"Graph {data['graph']}: {data['state']}", headings, rows, right=(1, 2, 3, 4))
     if data["stages"]:
-        ops = {s["name"]: s["ops"] for s in data["stages"]}
+        ops = {s["name"]: s["ops"] for s in data["stages"] if "/" not in s["name"]}
         names = [name for name in ops if name != "dynamo"] or ["dynamo"]
         last = ops[names[-1]]
         every = {op for name in names for op in ops[name]}
         ordered = sorted(every, key=lambda op: (not op.startswith("dsv4"), -last.get(op, 0), op))
         table = [(op, *(ops[name].get(op, "") for name in names)) for op in ordered]
         output.table("Operators", ("operator", *names), table, right=range(1, len(names) + 1))
-    for name in [*data["code"], *filter(None, [data["bytecode"]])]:
+    pieces = [name for files in data["piece_files"].values() for name in files.values()]
+    for name in filter(None, [*data["code"], *pieces, data["bytecode"]]):
         output.line(f"{data['folder']}/{name}")
     for note in data["notes"]:
         output.line(f"note: {note}")
@@ -114,16 +117,37 @@ def is_below(module: str, path: str) -> bool:
     return not path or module == path or module.startswith(f"{path}.")
 
 
-def selected(nodes: list[NodeRecord], module: str) -> list[NodeRecord]:
-    """The nodes of a module and of what is inside it."""
-    return [node for node in nodes if is_below(node.module, module)]
+def selected(nodes: Sequence[NodeRecord], module: str) -> list[NodeRecord]:
+    """The nodes of a module and of what is inside it.
+
+    Raises:
+        NoSuchError: there are none.
+    """
+    found = [node for node in nodes if is_below(node.module, module)]
+    if not found and module:
+        raise NoSuchError(f"The graph has no nodes of a module {module}{nearest(module, nodes)}.")
+    return found
+
+
+def nearest(module: str, nodes: Iterable[NodeRecord]) -> str:
+    """What was probably meant, as the end of a sentence; empty where nothing is near."""
+    paths = {path for found in {node.module for node in nodes} for path in _and_above(found)}
+    near = difflib.get_close_matches(module, sorted(paths), n=3, cutoff=0.5)
+    return f"; the nearest are {', '.join(near)}" if near else ""
+
+
+def _and_above(module: str) -> list[str]:
+    parts = module.split(".") if module else []
+    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
 
 
 def print_listing(graph: DumpedGraph, stage: str, module: str) -> None:
     """Prints a stage as text, all of it or one module's part."""
     if module:
-        nodes = selected(graph.nodes(stage), module)
-        text = listing(nodes, f"graph {graph.label}, {stage}: {len(nodes)} nodes of {module}")
+        every = graph.nodes(stage)
+        nodes = selected(every, module)
+        title = f"graph {graph.label}, {stage}: {len(nodes)} nodes of {module}"
+        text = listing(nodes, title, inputs_of(every))
     else:
         text = graph.listing(stage)
     output.lines((line, _colour(line)) for line in text.splitlines())

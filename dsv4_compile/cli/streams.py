@@ -12,6 +12,7 @@ from typing import Any
 
 from dsv4_compile.cli import output
 from dsv4_compile.dump.reader import DumpedGraph
+from dsv4_compile.dump.typed import built
 from dsv4_compile.passes.sites import ProjectionGroup
 
 __all__ = ["Fork", "Lane", "forks", "picture", "print_forks"]
@@ -48,8 +49,9 @@ class Fork:
 
 def forks(graph: DumpedGraph) -> list[Fork]:
     """The groups of a graph, in program order."""
-    groups = (ProjectionGroup.from_dict(record) for record in graph.report.get("projections", []))
-    return [_fork(graph.label, group) for group in groups]
+    with graph.run.reading(graph.entry.report):
+        groups = [built(ProjectionGroup, record) for record in graph.report["projections"]]
+        return [_fork(graph.label, group) for group in groups if group.linears]
 
 
 def _fork(label: str, group: ProjectionGroup) -> Fork:

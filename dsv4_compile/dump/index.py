@@ -8,13 +8,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dsv4_compile.dump.schema import SCHEMA
+from dsv4_compile.dump.typed import built
 
-__all__ = ["GraphEntry", "Index", "StageEntry"]
+__all__ = ["GraphEntry", "Index", "PieceEntry", "StageEntry"]
 
 
 @dataclass
 class StageEntry:
     """A graph at one stage. `ops` counts its operators; `text` and `data` are files, empty where they were left out.
+
+    The passes run on a graph within the graph by itself; `name` then has that graph's in front: `true_graph_0/mhc`.
 
     `input_bytes` is the memory of the graph's inputs (its parameters among them), `result_bytes` of all results
     together: what is written, not what is held at one time. Sizes that are symbolic count as nothing.
@@ -31,8 +34,17 @@ class StageEntry:
 
 
 @dataclass
+class PieceEntry:
+    """One program among the pieces of a graph: the graph as text and Inductor's code, files that graphs may share."""
+
+    text: str = ""
+    code: str = ""
+
+
+@dataclass
 class GraphEntry:
-    """One graph. `state` is "compiling" (still, or when the process was killed), "compiled" or "failed"."""
+    """One graph. `state` is "compiling" (still, or when the process was killed), "compiled" or "failed". `pieces` has
+    the files of each distinct piece, by its key."""
 
     id: str
     folder: str
@@ -41,8 +53,14 @@ class GraphEntry:
     error: str = ""
     stages: list[StageEntry] = field(default_factory=list)
     code: list[str] = field(default_factory=list)
+    pieces: dict[str, PieceEntry] = field(default_factory=dict)
     bytecode: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def main(self) -> list[StageEntry]:
+        """The stages of the graph itself, without those of graphs within it."""
+        return [stage for stage in self.stages if "/" not in stage.name]
 
 
 @dataclass
@@ -80,15 +98,11 @@ class Index:
 
         Raises:
             ValueError: no JSON.
-            TypeError, KeyError, AttributeError: JSON of another kind.
+            TypeError: JSON of another kind.
         """
         return cls.from_dict(json.loads(text))
 
     @classmethod
-    def from_dict(cls, record: dict[str, Any]) -> Index:
+    def from_dict(cls, record: Any) -> Index:
         """As `from_json`, of the parsed text."""
-        graphs = [
-            GraphEntry(**{**graph, "stages": [StageEntry(**stage) for stage in graph["stages"]]})
-            for graph in record["graphs"]
-        ]
-        return cls(**{**record, "graphs": graphs})
+        return built(cls, record)

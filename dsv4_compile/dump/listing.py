@@ -1,20 +1,23 @@
 """A graph as readable Python: grouped by module path, shapes in the margin, the operators of this package marked.
 
 def forward(
-    x,                                              # float32[2, 5, 64]
+    arg0_1,                                                  # float32[96, 64]  = layers.0.attn.wq.weight
+    arg1_1,                                                  # float32[10, 64]  = x
 ):
     # ---- layers.0.attn  /path/model.py:41
-    wq = aten.mm.default(x, permute)                # float32[10, 32]
-    pack = dsv4.packed_linear.default(x, [w0, w1])  # float32[10, 96]  <- dsv4
+    permute = aten.permute.default(arg0_1, [1, 0])           # float32[64, 96]  arg0_1 = layers.0.attn.wq.weight
+    pack = dsv4.packed_linear.default(arg1_1, [w0, w1])      # float32[10, 96]  <- dsv4
+
+Graphs within the graph, which an operator such as `cond` calls, follow as functions of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from dsv4_compile.dump.schema import NodeRecord, printable
 
-__all__ = ["MARK", "listing"]
+__all__ = ["MARK", "inputs_of", "listing"]
 
 MARK = "<- dsv4"
 """Stands behind a line with an operator of this package."""
@@ -22,17 +25,34 @@ MARK = "<- dsv4"
 _MARGIN = 88
 
 
-def listing(nodes: Sequence[NodeRecord], title: str) -> str:
-    """The text of a graph; `title` becomes a comment at its top."""
+def listing(nodes: Sequence[NodeRecord], title: str, inputs: Mapping[tuple[str, str], str] | None = None) -> str:
+    """The text of a graph; `title` becomes a comment at its top.
+
+    Args:
+        inputs: as `inputs_of` makes it, where `nodes` are a part of the graph only.
+    """
+    inputs = inputs_of(nodes) if inputs is None else inputs
     legend = f"# aten.*, dsv4.* and so on stand for torch.ops.*; {MARK} marks operators of dsv4_compile"
-    lines = [f"# {title}", legend, "", "", "def forward("]
-    lines += [_aligned(f"    {node.name},", node) for node in nodes if node.op == "placeholder"]
-    lines.append("):")
-    lines += _body(nodes)
+    lines = [f"# {title}", legend]
+    for graph in dict.fromkeys(["", *(node.graph for node in nodes)]):
+        own = [node for node in nodes if node.graph == graph]
+        lines += ["", "", f"def {_one_line(graph).replace('.', '__') or 'forward'}("]
+        lines += [_aligned(f"    {node.name},", node, _behind(node)) for node in own if node.op == "placeholder"]
+        lines.append("):")
+        lines += _body(own, inputs)
     return printable("\n".join(lines)) + "\n"
 
 
-def _body(nodes: Sequence[NodeRecord]) -> Iterator[str]:
+def inputs_of(nodes: Sequence[NodeRecord]) -> dict[tuple[str, str], str]:
+    """What the user calls the inputs of a graph, by graph and name, where it is known."""
+    return {(node.graph, node.name): node.behind for node in nodes if node.behind}
+
+
+def _behind(node: NodeRecord) -> str:
+    return f"= {node.behind}" if node.behind else ""
+
+
+def _body(nodes: Sequence[NodeRecord], inputs: Mapping[tuple[str, str], str]) -> Iterator[str]:
     module: str | None = None
     for node in nodes:
         if node.op == "placeholder":
@@ -42,7 +62,9 @@ def _body(nodes: Sequence[NodeRecord]) -> Iterator[str]:
             where = f"  {node.source}" if node.source else ""
             yield ""
             yield f"    # ---- {_one_line(module) or '(no module)'}{_one_line(where)}"
-        yield _aligned(f"    {_statement(node)}", node)
+        read = dict.fromkeys(name for name in node.inputs if (node.graph, name) in inputs)
+        known = ", ".join(f"{name} = {inputs[node.graph, name]}" for name in read)
+        yield _aligned(f"    {_statement(node)}", node, known if node.op != "output" else "")
 
 
 def _statement(node: NodeRecord) -> str:
@@ -57,10 +79,9 @@ def _statement(node: NodeRecord) -> str:
     return f"{node.name} = {owner}{node.target}({', '.join(arguments)})"
 
 
-def _aligned(code: str, node: NodeRecord) -> str:
-    margin = node.margin if node.op != "output" else ""
-    if node.ours:
-        margin += f"  {MARK}"
+def _aligned(code: str, node: NodeRecord, known: str) -> str:
+    parts = (node.margin if node.op != "output" else "", known, MARK if node.ours else "")
+    margin = "  ".join(part for part in parts if part)
     return f"{_one_line(code):<{_MARGIN}}  # {_one_line(margin)}" if margin else _one_line(code)
 
 

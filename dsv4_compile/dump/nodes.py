@@ -5,28 +5,46 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
+from dsv4_compile.dump.inputs import behind
 from dsv4_compile.dump.schema import NodeRecord
 from dsv4_compile.passes.sites import module_path, source_location
 
-__all__ = ["record", "records"]
+__all__ = ["nested", "record", "records"]
 
 _LONGEST = 400
 """Characters of an argument that is neither a number nor a node, which may print as long as it likes."""
 
 
-def records(graph: Graph) -> list[NodeRecord]:
-    """A record of each node, in order."""
-    return [record(node) for node in graph.nodes]
+def records(graph: Graph, names: Sequence[str] = ()) -> list[NodeRecord]:
+    """A record of each node, in order, then of those of the graphs within.
+
+    Args:
+        names: what the user calls the inputs of the graph that Dynamo handed over.
+    """
+    found = [record(node, names=names) for node in graph.nodes]
+    return found + [record(node, path) for path, inner in nested(graph) for node in inner.nodes]
 
 
-def record(node: Node) -> NodeRecord:
-    """The record of one node."""
+def nested(graph: Graph, path: str = "") -> Iterator[tuple[str, Graph]]:
+    """The graphs that operators of `graph` call, such as the branches of `cond`, and those inside them, by name."""
+    names = dict.fromkeys(str(node.target) for node in graph.nodes if node.op == "get_attr")
+    for name in names:
+        module: Any = graph.owning_module
+        for part in name.split("."):
+            module = getattr(module, part, None)
+        if isinstance(module, GraphModule) and module.graph is not graph:
+            yield f"{path}{name}", module.graph
+            yield from nested(module.graph, f"{path}{name}.")
+
+
+def record(node: Node, graph: str = "", names: Sequence[str] = ()) -> NodeRecord:
+    """The record of one node; `graph` and `names` as in `NodeRecord` and `records`."""
     val = node.meta.get("val", node.meta.get("example_value"))
     is_tensor = isinstance(val, torch.Tensor)
     return NodeRecord(
@@ -43,6 +61,8 @@ def record(node: Node) -> NodeRecord:
         device=str(val.device) if is_tensor else "",
         value="" if is_tensor or val is None else _value(val),
         bytes=_memory(node, val),
+        graph=graph,
+        behind=behind(node, names),
     )
 
 

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dsv4_compile.dump.index import GraphEntry, Index, StageEntry
-from dsv4_compile.dump.schema import FIRST_STAGES, INDEX, SCHEMA, NodeRecord
+from dsv4_compile.dump.schema import FIRST_STAGES, INDEX, RUN, SCHEMA, NodeRecord
 
 __all__ = ["Dump", "DumpError", "DumpedGraph", "NoSuchError", "Run", "read"]
 
@@ -26,12 +28,50 @@ class NoSuchError(DumpError):
     """What was asked for is not there: a folder, a graph, a stage, a site."""
 
 
+_REPORT: dict[str, type] = {
+    "version": str,
+    "torch": str,
+    "device": str,
+    "requested": dict,
+    "effective": dict,
+    "graphs": list,
+}
+"""What a report must have, and of which type."""
+
+_LISTS = ("mhc", "projections", "missed", "pieces", "notes")
+
+
 @dataclass(frozen=True)
 class Run:
     """The dump of one process."""
 
     path: Path
     index: Index
+    _reports: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False, compare=False)
+
+    def report(self, name: str) -> dict[str, Any]:
+        """A compile report, by the name of its file; read once.
+
+        Raises:
+            DumpError: as `text`, or it is no report.
+        """
+        if name not in self._reports:
+            record = _mapping(self.text(name), self.path / name)
+            for field_name, kind in _REPORT.items():
+                if not isinstance(record.get(field_name), kind):
+                    found = f"{field_name} is {type(record.get(field_name)).__name__}"
+                    raise DumpError(f"{self.path / name} is damaged ({found}); write the dump again.")
+            self._reports[name] = record
+        return self._reports[name]
+
+    @contextmanager
+    def reading(self, name: str) -> Iterator[None]:
+        """While data of the file `name` is taken apart: what is of another kind than it should be is a `DumpError`."""
+        try:
+            yield
+        except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
+            path = self.path / name
+            raise DumpError(f"{path} is damaged ({type(error).__name__}: {error}); write the dump again.") from error
 
     def text(self, name: str) -> str:
         """A file of the dump, by the name that the index has for it.
@@ -55,19 +95,25 @@ class DumpedGraph:
 
     @property
     def passes(self) -> list[str]:
-        """Names of the stages that are passes."""
-        return [stage.name for stage in self.entry.stages if stage.name not in FIRST_STAGES]
+        """Names of the stages that are passes on the graph itself."""
+        return [stage.name for stage in self.entry.main if stage.name not in FIRST_STAGES]
 
     @property
     def report(self) -> dict[str, Any]:
-        """What the report of its compilation says about this graph."""
-        graphs = (graph for graph in self.compile_report["graphs"] if graph["id"] == self.entry.id)
-        return dict(next(graphs, {}))
+        """What the report of its compilation says about this graph; lists that are not there are empty."""
+        graphs = (graph for graph in self.compile_report["graphs"] if _id(graph) == self.entry.id)
+        empty: dict[str, Any] = {name: [] for name in _LISTS}
+        found = {**empty, **next(graphs, {})}
+        with self.run.reading(self.entry.report):
+            for name in _LISTS:
+                if not isinstance(found[name], list):
+                    raise TypeError(f"{name} of graph {self.entry.id} is {found[name]!r}")
+        return found
 
     @property
     def compile_report(self) -> dict[str, Any]:
         """The report of its compilation."""
-        return _mapping(self.run.text(self.entry.report), self.run.path / self.entry.report)
+        return self.run.report(self.entry.report)
 
     def stage(self, name: str) -> StageEntry:
         """The entry of a stage.
@@ -92,12 +138,9 @@ class DumpedGraph:
             raise DumpError(
                 f"The nodes of {name!r} of graph {self.label} were left out of this dump: {self.why_out()}."
             )
-        path = self.run.path / stage.data
-        record = _mapping(self.run.text(stage.data), path)
-        try:
+        with self.run.reading(stage.data):
+            record = _mapping(self.run.text(stage.data), self.run.path / stage.data)
             return [NodeRecord.from_dict(node) for node in record["nodes"]]
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise DumpError(f"{path} is damaged ({type(error).__name__}: {error}); write the dump again.") from error
 
     def listing(self, name: str) -> str:
         """The text of a stage.
@@ -180,9 +223,12 @@ def read(folder: str | os.PathLike[str]) -> Dump:
         raise DumpError(f"{path} cannot be read: {error.strerror or error}.") from error
     if not names:
         raise DumpError(f"{path} is empty: nothing was compiled with the dsv4 backend and this dump_dir.")
-    candidates = [path] if INDEX in names else [path / name for name in names if (path / name).is_dir()]
+    # os.path, because a method of Path raises where nothing may be looked at.
+    candidates = [path] if INDEX in names else [path / name for name in names if os.path.isdir(path / name)]
     runs, problems = [], []
     for candidate in candidates:
+        if not (re.match(RUN, candidate.name) or os.path.exists(candidate / INDEX)):
+            continue  # a folder of somebody else
         try:
             runs.append(Run(candidate, _index(candidate)))
         except DumpError as error:
@@ -190,9 +236,13 @@ def read(folder: str | os.PathLike[str]) -> Dump:
     if not runs:
         if len(problems) == 1:
             raise DumpError(problems[0])
-        found = f"; {problems[0]}" if problems else f"; it has {', '.join(names[:3])}."
+        found = f"; {problems[0]}" if problems else f"; it has {', '.join(names[:3])}{', ...' * (len(names) > 3)}."
         raise DumpError(f"{path} holds no dump that can be read{found}")
     return Dump(path, tuple(runs), tuple(problems))
+
+
+def _id(graph: Any) -> Any:
+    return graph.get("id") if isinstance(graph, Mapping) else None
 
 
 def _index(folder: Path) -> Index:
@@ -207,7 +257,7 @@ def _index(folder: Path) -> Index:
         )
     try:
         return Index.from_dict(record)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except TypeError as error:
         raise DumpError(f"{path} is damaged ({type(error).__name__}: {error}); write the dump again.") from error
 
 
@@ -223,6 +273,8 @@ def _mapping(text: str, path: Path) -> dict[str, Any]:
 
 def _text(path: Path, what: str) -> str:
     try:
+        if not (os.path.isfile(path) or not os.path.exists(path)):  # a pipe would be waited for
+            raise DumpError(f"{what} is no file.")
         return path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError as error:
         raise DumpError(f"{what} is not there: the dump was copied or written halfway; write it again.") from error

@@ -7,26 +7,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["FIRST_STAGES", "INDEX", "SCHEMA", "NodeRecord", "printable"]
+__all__ = ["FIRST_STAGES", "INDEX", "RUN", "SCHEMA", "NodeRecord", "printable"]
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the format. Another number is another format: there are no readers for several."""
 
 INDEX = "index.json"
+
+RUN = r"\d{8}-\d{6}-\d+"
+"""What the name of a process's folder begins with: time of its first graph, and its number."""
 
 FIRST_STAGES = ("dynamo", "before")
 """Stages that are no pass: the graph as Dynamo handed it over, and the functional one before the first pass."""
 
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
-_CONTROLS |= {code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
+_UNSEEN = (*range(0x202A, 0x202F), *range(0x2066, 0x206A), *range(0xD800, 0xE000))
+_CONTROLS |= {code: f"\\u{code:04x}" for code in _UNSEEN}
 
 _EMPTY: tuple[Any, ...] = ("", None, (), {})
 _SCALAR = ("shape", ())
 
 
 def printable(text: str) -> str:
-    """`text` with every control character but tab and newline, and what turns the direction of text, spelled out: a
-    module's name can move no cursor and change no colour."""
+    """`text` with every control character but tab and newline, what turns the direction of text, and halves of
+    characters, spelled out: a module's name can move no cursor, change no colour, and is text that can be written."""
     return text.translate(_CONTROLS)
 
 
@@ -37,7 +41,8 @@ class NodeRecord:
     `args` and `kwargs` are as Python would write them, `inputs` the names of the nodes in them. `module` is the module
     path, `source` the user's line (`/path/file.py:123`). `shape` (symbolic sizes as text), `dtype` and `device` are
     those of a tensor; `value` describes anything else (`(float32[1, 4], float32[1])`). `bytes` is the memory of the
-    result where it is known: 0 for a view.
+    result where it is known: 0 for a view. `graph` names the graph it belongs to where that is not the graph itself but
+    one inside it, which an operator such as `cond` calls. `behind` is what the user calls an input of the graph.
     """
 
     name: str
@@ -53,6 +58,8 @@ class NodeRecord:
     device: str = ""
     value: str = ""
     bytes: int | None = None
+    graph: str = ""
+    behind: str = ""
 
     @property
     def ours(self) -> bool:
@@ -74,7 +81,14 @@ class NodeRecord:
         """The record in a line of JSON.
 
         Raises:
-            TypeError: a field that is not known, or none of a name, op or target.
+            TypeError: a field that is not known, none of a name, op or target, or a value of another type.
         """
-        lists = {key: tuple(record[key]) for key in ("args", "inputs", "shape") if key in record}
-        return cls(**{**record, **lists})
+        made = cls(**record)
+        made.args, made.inputs = tuple(made.args), tuple(made.inputs)
+        made.shape = None if made.shape is None else tuple(made.shape)
+        # Not by the types of the fields, as elsewhere: there are too many nodes. What is no text cannot be joined.
+        "".join((made.name, made.op, made.target, made.module, made.source, made.dtype, made.device, made.value))
+        "".join((*made.args, *made.inputs, *made.kwargs, *made.kwargs.values(), made.graph, made.behind))
+        if made.bytes is not None and type(made.bytes) is not int:
+            raise TypeError(f"the node {made.name} has {made.bytes!r} bytes")
+        return made

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,34 +26,33 @@ from torch.fx import Graph, GraphModule
 
 import dsv4_compile
 from dsv4_compile.dump import bytecode
-from dsv4_compile.dump.index import GraphEntry, Index, StageEntry
+from dsv4_compile.dump.index import GraphEntry, Index, PieceEntry, StageEntry
+from dsv4_compile.dump.inputs import source_names
+from dsv4_compile.dump.limit import limit
 from dsv4_compile.dump.listing import listing
 from dsv4_compile.dump.nodes import records
-from dsv4_compile.dump.schema import INDEX
+from dsv4_compile.dump.order import Order
+from dsv4_compile.dump.schema import FIRST_STAGES, INDEX
 from dsv4_compile.files import write_atomically
-from dsv4_compile.options import OptionError
 from dsv4_compile.report import CompileReport, GraphReport
 
-__all__ = ["LIMIT_VARIABLE", "GraphDump", "end", "observe", "recording"]
+__all__ = ["GraphDump", "end", "observe", "recording"]
 
 logger = logging.getLogger("dsv4_compile")
-
-LIMIT_VARIABLE = "DSV4_DUMP_LIMIT"
-"""Environment variable: most bytes that a process writes (`200M`); index and reports do not count."""
-
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 
 class _Run:
     """The dump of one process in one folder."""
 
     def __init__(self, folder: str) -> None:
-        self.limit = _limit()
+        self.limit = limit()
         self.problem: str | None = None
         self.lock = threading.RLock()
         self.reports: list[CompileReport] = []
+        self.files: dict[str, str] = {}
         now = datetime.now(UTC)
-        self.path = Path(folder) / f"{now:%Y%m%d-%H%M%S}-{os.getpid()}"
+        # The script may change its folder while it runs.
+        self.path = Path(os.path.abspath(folder)) / f"{now:%Y%m%d-%H%M%S}-{os.getpid()}"
         self.index = Index(
             version=dsv4_compile.__version__,
             torch=torch.__version__,
@@ -94,6 +93,21 @@ class _Run:
                 return False
             self.index.bytes += size
             return True
+
+    def shared(self, name: str, text: str) -> str:
+        """As `write`, of a file that may have been written before; returns its name, empty when it was left out.
+
+        Other text under the same name gets a number: two codes of one piece rely on other facts about its sizes.
+        """
+        with self.lock:
+            stem, dot, ending = name.partition(".")
+            number = 1
+            while self.files.get(name, text) != text:
+                number += 1
+                name = f"{stem}_{number}{dot}{ending}"
+            if name not in self.files and self.write(name, text):
+                self.files[name] = text
+            return name if name in self.files else ""
 
     def write_index(self) -> None:
         with self.lock:
@@ -145,6 +159,8 @@ class GraphDump:
     def __init__(self, run: _Run, report: CompileReport, graph: GraphReport) -> None:
         self.seconds = 0.0
         self._run, self._report, self._graph = run, report, graph
+        self._names: list[str] = []
+        self._order = Order()
         with run.lock:
             self._entry = GraphEntry(id=graph.id, folder=run.folder_for(graph.id), report=run.write_report(report))
             run.index.graphs.append(self._entry)
@@ -158,19 +174,25 @@ class GraphDump:
     def stage(self, name: str, graph: Graph) -> None:
         """Writes the graph as it is now, as text and as records, one node a line."""
         with self._timed():
-            nodes = records(graph)
+            if name == FIRST_STAGES[0]:
+                self._names, self._order = source_names(graph), Order(graph)
+            elif name == FIRST_STAGES[1]:
+                self._order.begin(graph, self._entry.stages)
+            name = self._order.name(name)
+            nodes = records(graph, self._names)
             title = f"graph {self._graph.id}, {name}: {len(nodes)} nodes"
             stage = StageEntry(
                 name,
                 len(nodes),
                 dict(Counter(node.target for node in nodes if node.op.startswith("call_")).most_common()),
-                sum(node.bytes or 0 for node in nodes if node.op == "placeholder"),
+                sum(node.bytes or 0 for node in nodes if node.op == "placeholder" and not node.graph),
                 sum(node.bytes or 0 for node in nodes if node.op != "placeholder"),
             )
             lines = ",\n".join(node.to_json() for node in nodes)
             head = f'{{"schema": {self._run.index.schema}, "nodes": [\n'
-            stage.text = self._file(f"{name}.py", listing(nodes, title))
-            stage.data = self._file(f"{name}.json", f"{head}{lines}\n]}}\n")
+            file = name.replace("/", ".")
+            stage.text = self._file(f"{file}.py", listing(nodes, title))
+            stage.data = self._file(f"{file}.json", f"{head}{lines}\n]}}\n")
             self._entry.stages.append(stage)
             self._run.write_index()
 
@@ -181,6 +203,20 @@ class GraphDump:
             name = self._file("inductor.py" if not count else f"inductor_{count}.py", text)
             if name:
                 self._entry.code.append(name)
+                self._run.write_index()
+
+    def piece(self, key: str, graph: Graph, code: str) -> None:
+        """Keeps a distinct piece of the graph, and the code that Inductor wrote for it; once for all graphs."""
+        if key in self._entry.pieces:
+            return
+        with self._timed():
+            name = f"pieces/{key}.py"
+            if name not in self._run.files:  # in another graph only the names of its nodes are others
+                self._run.shared(name, listing(records(graph), f"piece {key}: {len(graph.nodes)} nodes"))
+            written = self._run.shared(f"pieces/{key}.inductor.py", code) if code else ""
+            with self._run.lock:  # another thread may be writing the index
+                self._entry.pieces[key] = PieceEntry(name if name in self._run.files else "", written)
+                self._run.write_index()
 
     def bytecode(self, text: str) -> None:
         """Keeps Dynamo's bytecode as source."""
@@ -197,14 +233,17 @@ class GraphDump:
 
     def close(self, error: BaseException | None) -> None:
         """Writes the report, and how the compilation ended."""
-        for stage in self._entry.stages:
-            stage.seconds = self._graph.seconds.get(stage.name)
-        if error is not None:
-            self._entry.error = f"{type(error).__name__}: {(str(error) or 'no message').strip()}"
-        self._entry.state = "compiled" if error is None else "failed"
-        self._entry.seconds = {**self._graph.seconds, "dump": self.seconds}
-        self._run.write_report(self._report)
-        self._run.write_index()
+        seconds = self.seconds
+        with self._timed():
+            self._order = Order()  # graphs are not to live as long as the process
+            for stage in self._entry.stages:
+                stage.seconds = self._graph.seconds.get(stage.name)
+            if error is not None:
+                self._entry.error = f"{type(error).__name__}: {(str(error) or 'no message').strip()}"
+            self._entry.state = "compiled" if error is None else "failed"
+            self._entry.seconds = {**self._graph.seconds, "dump": seconds}
+            self._run.write_report(self._report)
+            self._run.write_index()
 
     def _file(self, name: str, text: str) -> str:
         name = f"{self._entry.folder}/{name}"
@@ -230,9 +269,12 @@ _current: contextvars.ContextVar[GraphDump | None] = contextvars.ContextVar("dsv
 
 @contextmanager
 def recording(
-    folder: str | None, report: CompileReport, graph: GraphReport, gm: GraphModule
+    folder: str | None, report: CompileReport, graph: GraphReport, gm: GraphModule | None = None
 ) -> Iterator[GraphDump | None]:
     """While this is open, `observe` writes into the dump in `folder`; None is for no dump.
+
+    Args:
+        gm: Dynamo's graph; without one there is neither that stage nor Dynamo's bytecode.
 
     An exception that passes through is written down, and raised on.
 
@@ -243,8 +285,9 @@ def recording(
         yield None
         return
     dump = GraphDump(_run_in(folder), report, graph)
-    dump.stage("dynamo", gm.graph)
-    bytecode.expect(dump)
+    if gm is not None:
+        dump.stage("dynamo", gm.graph)
+        bytecode.expect(dump)
     token = _current.set(dump)
     try:
         yield dump
@@ -283,13 +326,3 @@ def _run_in(folder: str) -> _Run:
             _runs[key] = _Run(folder)
             atexit.register(_runs[key].close)
         return _runs[key]
-
-
-def _limit(environ: Mapping[str, str] | None = None) -> int | None:
-    text = (os.environ if environ is None else environ).get(LIMIT_VARIABLE, "").strip()
-    if not text:
-        return None
-    parsed = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)B?", text, re.IGNORECASE)
-    if parsed is None:
-        raise OptionError(f"{LIMIT_VARIABLE} must be a number of bytes such as 200M or 2G, and it is {text!r}.")
-    return int(float(parsed[1]) * _UNITS[parsed[2].upper()])
