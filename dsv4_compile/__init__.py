@@ -19,8 +19,12 @@ from dsv4_compile.options import OptionError, Options
 from dsv4_compile.report import CompileReport, GraphReport, report, reports
 
 if _TYPE_CHECKING or "torch" in _sys.modules:
-    # vLLM looks a pass up in the module's dictionary, so it has to be there from the beginning.
-    from dsv4_compile.standalone import post_grad_pass
+    from dsv4_compile.standalone import graph_pass, post_grad_pass
+else:
+    # Commands that read a dump need no torch and do not wait for it; vLLM wants the name in the module's dictionary.
+    from dsv4_compile.deferred import Deferred as _Deferred
+
+    post_grad_pass = _Deferred()
 
 __all__ = [
     "CompileReport",
@@ -28,6 +32,7 @@ __all__ = [
     "OptionError",
     "Options",
     "__version__",
+    "graph_pass",
     "post_grad_pass",
     "report",
     "reports",
@@ -35,10 +40,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """`post_grad_pass`, when it is first asked for. Commands that read a dump need no torch and do not wait for it."""
-    if name == "post_grad_pass":
-        from dsv4_compile.standalone import post_grad_pass
+    """`graph_pass`, when it is first asked for."""
+    if name == "graph_pass":
+        from dsv4_compile.standalone import graph_pass
 
-        globals()[name] = post_grad_pass
-        return post_grad_pass
+        globals()[name] = graph_pass
+        return graph_pass
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

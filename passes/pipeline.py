@@ -86,16 +86,31 @@ def source_hash() -> str:
     return digest.hexdigest()
 
 
-@functools.cache
+# Where vLLM's class of passes lives.
+_VLLM_MODULES = ("vllm.compilation.passes.inductor_pass", "vllm.compilation.inductor_pass")
+
+
 def _inductor_class() -> type:
-    """What Inductor takes a pass with an identity for. Its module imports Triton, so it is imported when asked for."""
+    """What Inductor takes a pass with an identity for; in a process with vLLM, what vLLM takes for one.
+
+    Asked anew each time, because vLLM may be imported after the pass. Inductor's module imports Triton, so it is
+    imported when asked for.
+    """
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    return type("GraphPasses", (CustomGraphPass,), {"__call__": GraphPasses.__call__, "uuid": GraphPasses.uuid})
+    found = (getattr(sys.modules.get(name), "InductorPass", None) for name in _VLLM_MODULES)
+    base = next((c for c in found if isinstance(c, type)), CustomGraphPass)
+    return _class_on((base,) if issubclass(base, CustomGraphPass) else (base, CustomGraphPass))
+
+
+@functools.cache
+def _class_on(bases: tuple[type, ...]) -> type:
+    return type("GraphPasses", bases, {"__call__": GraphPasses.__call__, "uuid": GraphPasses.uuid})
 
 
 class GraphPasses:
-    """Runs `passes` in order. To `isinstance` it is a `torch._inductor.custom_graph_pass.CustomGraphPass`.
+    """Runs `passes` in order. To `isinstance` it is a `torch._inductor.custom_graph_pass.CustomGraphPass`, and where
+    vLLM has been imported its `InductorPass`, too: this package imports neither.
 
     With `DSV4_CHECK=1` the graph is checked before the first pass and after each of them, and `verify.UnsafeGraphError`
     is raised for what is not proved safe on several streams.
@@ -185,7 +200,7 @@ class GraphPasses:
             logger.warning("The pass %s was skipped: %s", graph_pass.name, brief)
             logger.debug("The pass %s failed", graph_pass.name, exc_info=True)
             _restore(graph, before)
-            kind: Literal["mhc", "projections"] = "mhc" if graph_pass.name == "mhc" else "projections"
+            kind: Literal["mhc", "projections"] = "projections" if graph_pass.name == "projections" else "mhc"
             return PassResult(missed=(Missed(kind, "", f"the pass failed and was skipped: {brief}"),))
 
 
