@@ -30,6 +30,7 @@ from dsv4_compile.passes.sites import Missed
 from dsv4_compile.passes.vllm_mhc import VllmMhcPass
 from dsv4_compile.report import CompileReport, GraphReport, Piece, new_report
 from dsv4_compile.scalars import fix_model_floats
+from dsv4_compile.vllm.log import announce
 
 __all__ = ["StrictError", "dsv4", "graph_passes"]
 
@@ -98,6 +99,7 @@ def dsv4(
         if dump is not None and dump.problem is not None:
             graph.notes.append(dump.problem)
         logger.info("%s", report)
+        announce(graph)
         if chosen.strict:
             _enforce(chosen, report, graph, collected)
     if original is not None:

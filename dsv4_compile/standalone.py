@@ -13,7 +13,8 @@ from dsv4_compile.passes.mhc import MhcPass
 from dsv4_compile.passes.pipeline import Collected, GraphPass, GraphPasses
 from dsv4_compile.passes.projections import ProjectionsPass
 from dsv4_compile.passes.vllm_mhc import VllmMhcPass
-from dsv4_compile.report import CompileReport, GraphReport, new_report, summary
+from dsv4_compile.report import CompileReport, GraphReport, new_report
+from dsv4_compile.vllm.log import announce
 
 __all__ = ["MAX_TOKENS_VARIABLE", "StandalonePass", "graph_pass", "post_grad_pass"]
 
@@ -62,7 +63,7 @@ class StandalonePass(GraphPasses):
             graph.add(result)
             report.fell_back(result)
         report.graphs.append(graph)
-        logger.info("dsv4: %s", summary(graph))
+        announce(graph)
 
     def is_applicable_for_range(self, compile_range: Any) -> bool:
         """vLLM's question whether to run on a graph for token counts from `compile_range.start` to `.end`."""
@@ -80,8 +81,9 @@ class StandalonePass(GraphPasses):
         return new_report(device, asked, dict(asked))
 
     def _note(self, text: str) -> None:
-        self._report("cpu").graphs.append(GraphReport(id="0", notes=[text]))
-        logger.info("dsv4: a graph is %s", text)
+        graph = GraphReport(id="0", notes=[text])
+        self._report("cpu").graphs.append(graph)
+        announce(graph)
 
 
 def _passes(options: Options) -> tuple[GraphPass, ...]:

@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from dsv4_compile.passes.region import are, shape, value
 
-__all__ = ["Call", "Kind", "arguments_of", "name_of", "parse"]
+__all__ = ["Call", "Kind", "arguments_of", "name_of", "own_product", "parse"]
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,28 @@ def _misfit(arguments: Mapping[str, Any], wanted: Sequence[str]) -> str | None:
         if isinstance(given, Node) and not are(shape(given) or (), size):
             return f"{name} of shape {list(shape(given) or ())} and not {list(size)}"
     return None
+
+
+# vLLM's products with a packed or quantised weight, and what they call the activation.
+_PRODUCTS = {
+    "_C::weight_packed_linear": "mat1",
+    "_C::onednn_mm": "a",
+    "_C::cutlass_scaled_mm": "a",
+    "vllm::cuda_flashinfer_bf16_gemm": "x",
+}
+
+
+def own_product(node: Node) -> tuple[str, Node] | None:
+    """(name, activation) of a product by a kernel of vLLM's; those that write their result come functionalised."""
+    target, named = node.target, dict(node.kwargs)
+    if str(target).startswith("auto_functionalized") and node.args:
+        target = node.args[0]  # type: ignore[assignment]
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.name not in _PRODUCTS:
+        return None
+    if target is node.target:
+        named = arguments_of(node)
+    activation = named.get(_PRODUCTS[target._schema.name])
+    return (target._schema.name, activation) if isinstance(activation, Node) else None
 
 
 def name_of(node: Node) -> str | None:

@@ -12,6 +12,9 @@ multiplies it; ours do not, which is nearer to the exact result.
 
 from __future__ import annotations
 
+import functools
+import logging
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,8 +29,14 @@ from dsv4_compile.passes.region import VIEW, are, aten, packet, shape, value
 from dsv4_compile.passes.sites import MhcSite, Missed, PassResult, module_path, source_location
 from dsv4_compile.passes.vllm_calls import Call, arguments_of, name_of, parse
 
-__all__ = ["VllmMhcPass"]
+__all__ = ["VARIABLE", "VllmMhcPass", "find"]
 
+logger = logging.getLogger("dsv4_compile.passes")
+
+VARIABLE = "DSV4_VLLM_MHC"
+"""The environment variable that says whether vLLM's operators are replaced."""
+_WISHES = ("auto", "always", "never")
+_RULE = "vLLM's operators are replaced only where ours were measured to be faster"
 _LEFT = "vllm"
 """What the report calls the family of an operator that stays vLLM's."""
 _MEASURED = (9, 0)
@@ -64,9 +73,11 @@ class _Found:
 class VllmMhcPass:
     """Replaces vLLM's mHC operators.
 
+    With `DSV4_VLLM_MHC=auto`, the default, they are replaced where ours were measured to be faster (on CUDA devices of
+    compute capability 9.0) and where the option `mhc` names a family; with `always` everywhere, with `never` nowhere.
+
     Args:
-        kernel: value of the option `mhc`. With "auto" they are replaced where ours were measured to be faster: on CUDA
-            devices of compute capability 9.0. With any other family everywhere.
+        kernel: value of the option `mhc`.
         deterministic: value of the option.
     """
 
@@ -96,31 +107,48 @@ class VllmMhcPass:
         )
 
     def uuid(self) -> str:
-        return f"{self.name}:{self.kernel}:{self.deterministic}"
+        return f"{self.name}:{self.kernel}:{self.deterministic}:{_wish()}"
 
     def _family(self, site: _Found) -> tuple[str, str | None]:
         """The family that runs here, or `_LEFT`; and why it is not what was asked for."""
         residual = value(site.head.arguments["residual"])
         n, hidden = residual.shape[-2:]
-        if self.kernel == "auto" and (why := _not_measured(residual.device)) is not None:
+        if (why := self._left(residual.device)) is not None:
             return _LEFT, why
         family, reason = families.resolve(self.kernel, residual.device, int(n), int(hidden), residual.dtype)
-        if self.kernel == "auto" and family != "cuda":
-            return _LEFT, f"vLLM's operators are replaced only where ours were measured to be faster; {reason}"
+        if family != "cuda" and self.kernel == "auto" and _wish() == "auto":
+            return _LEFT, f"{_RULE}, which was in CUDA C++, and {reason}"
         return family, reason
 
+    def _left(self, device: torch.device) -> str | None:
+        """Why vLLM's operators stay on this device, or None."""
+        wish = _wish()
+        if wish == "never":
+            return f"{VARIABLE} is 'never'"
+        if wish == "always" or self.kernel != "auto":
+            return None
+        if device.type == "cpu":
+            return f"{_RULE}, and on a CPU vLLM's are, for few tokens; {VARIABLE}=always replaces them all the same"
+        if device.type != "cuda" or torch.version.hip is not None:
+            return f"{_RULE}, and nothing was measured on this device; {VARIABLE}=always replaces them all the same"
+        capability = torch.cuda.get_device_capability(device)
+        if capability == _MEASURED:
+            return None
+        found = ".".join(map(str, capability))
+        return f"{_RULE}, which was on compute capability 9.0, and this is {found}; {VARIABLE}=always replaces them"
 
-def _not_measured(device: torch.device) -> str | None:
-    """Why ours are not known to be faster than vLLM's on this device."""
-    rule = "vLLM's operators are replaced only where ours were measured to be faster"
-    if device.type == "cpu":
-        return f"{rule}, and on a CPU vLLM's are for few tokens; mhc='cpp' replaces them all the same"
-    if device.type != "cuda" or torch.version.hip is not None:
-        return f"{rule}, and nothing was measured on {device.type if torch.version.hip is None else 'ROCm'}"
-    major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) == _MEASURED:
-        return None
-    return f"{rule}, which was on compute capability 9.0, and this is {major}.{minor}; mhc='cuda' replaces them"
+
+def _wish() -> str:
+    """What the environment wants; anything but the three words is as good as nothing."""
+    word = os.environ.get(VARIABLE, "").strip().lower()
+    if word and word not in _WISHES:
+        _warn(word)
+    return word if word in _WISHES else "auto"
+
+
+@functools.cache
+def _warn(word: str) -> None:
+    logger.warning("%s must be one of %s, and it is %r: auto is taken.", VARIABLE, ", ".join(_WISHES), word)
 
 
 def find(graph: Graph) -> tuple[list[_Found], list[Missed]]:

@@ -270,6 +270,22 @@ def test_by_default_a_cpu_keeps_vllms_operators_and_says_why():
     assert len(result.effective) == 1 and "only where ours were measured to be faster" in result.effective[0][2]
 
 
+def test_the_environment_decides_over_the_rule(monkeypatch):
+    module = traced(layer_of_0_22, example(), Weights.make(1), Weights.make(2))
+    for kernel, wish, family in (("auto", "always", "cpp"), ("reference", "never", "vllm"), ("auto", "often", "vllm")):
+        monkeypatch.setenv("DSV4_VLLM_MHC", wish)
+        _, result = rewritten(module, kernel)
+        assert {s.kernel for s in result.mhc} == {family}
+
+
+def test_what_the_environment_wants_is_part_of_the_identity(monkeypatch):
+    found = {VllmMhcPass().uuid()}
+    for wish in ("always", "never"):
+        monkeypatch.setenv("DSV4_VLLM_MHC", wish)
+        found.add(VllmMhcPass().uuid())
+    assert len(found) == 3
+
+
 @pytest.mark.parametrize(
     ("capability", "family", "sentence"),
     [((9, 0), "cuda", None), ((9, 0), "triton", "no compiler"), ((10, 0), "cuda", "this is 10.0")],
@@ -314,14 +330,15 @@ def test_parameters_of_another_shape_are_left_with_the_reason():
     assert "vllm::mhc_pre_tilelang" in names(after)
 
 
-def test_dynamic_token_counts_stay_dynamic_and_are_compiled_once():
+def test_dynamic_token_counts_stay_dynamic_and_are_compiled_once(monkeypatch):
     """Through the backend, as vLLM's modes 1 and 2 use it."""
+    monkeypatch.setenv("DSV4_VLLM_MHC", "always")
     parameters = [t for w in (Weights.make(1), Weights.make(2)) for t in (w.fn, w.scale, w.base, w.norm)]
 
     def function(residual, *p):
         return layer_of_0_22(residual, Weights(*p[:4]), Weights(*p[4:]))
 
-    compiled = torch.compile(function, backend="dsv4", options={"compiler": "eager", "mhc": "cpp"}, fullgraph=True)
+    compiled = torch.compile(function, backend="dsv4", options={"compiler": "eager"}, fullgraph=True)
     with torch.inference_mode():
         for tokens in (6, 1, 17):
             residual = example(tokens)
