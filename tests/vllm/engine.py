@@ -1,4 +1,4 @@
-"""Starts real engines of vLLM in this process, one after the other, and prints what came of each as JSON.
+"""Starts real engines of vLLM in this process, one after the other, and prints what came of each as a line of JSON.
 
     python tests/vllm/engine.py MODEL '[{"compilation": {"mode": 2}, "additional": {}, "plain": true}, ...]'
 
@@ -18,8 +18,14 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+# What is patched and read here is in the process of the engine.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
 PROMPTS = ([3, 5, 7, 11, 13], [200, 3, 9])
-MARK = "RESULTS "
+MARK = "RESULT "
 
 
 @contextmanager
@@ -104,15 +110,13 @@ def loaded() -> set[str]:
 
 def main() -> None:
     model, runs = sys.argv[1], json.loads(sys.argv[2])
-    results = []
     for run in runs:
         with patched(run):
-            results.append(generate(model, run))
+            print(MARK + json.dumps(generate(model, run)), flush=True)
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
         cleanup_dist_env_and_memory()
         gc.collect()
-    print(MARK + json.dumps(results), flush=True)
 
 
 if __name__ == "__main__":
