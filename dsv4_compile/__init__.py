@@ -24,7 +24,7 @@ else:
     # Commands that read a dump need no torch and do not wait for it; vLLM wants the name in the module's dictionary.
     from dsv4_compile.deferred import Deferred as _Deferred
 
-    post_grad_pass = _Deferred()
+    post_grad_pass = _Deferred()  # type: ignore[assignment]
 
 __all__ = [
     "CompileReport",

@@ -77,7 +77,7 @@ class Call:
         """The dtype of one of the results."""
         whole = value(self.node)
         made = whole if self.kind.outputs is None else whole[self.kind.outputs[name]]
-        return made.dtype  # type: ignore[no-any-return]
+        return made.dtype
 
     def output(self, name: str) -> list[Node]:
         """The nodes that carry one of the results."""
@@ -114,7 +114,7 @@ def _misfit(arguments: Mapping[str, Any], wanted: Sequence[str]) -> str | None:
     dims = shape(residual) if isinstance(residual, Node) else None
     if dims is None or len(dims) < 2 or not all(isinstance(d, int) for d in dims[-2:]):
         return "a residual whose number of streams or width is not known"
-    n, hidden = dims[-2:]
+    n, hidden = (int(d) for d in dims[-2:])
     expected = {"fn": ((2 + n) * n, n * hidden), "scale": (3,), "base": ((2 + n) * n,), "norm_weight": (hidden,)}
     for name in wanted:
         given = arguments[name]
@@ -142,7 +142,7 @@ def own_product(node: Node) -> tuple[str, Node] | None:
     """(name, activation) of a product by a kernel of vLLM's; those that write their result come functionalised."""
     target, named = node.target, dict(node.kwargs)
     if str(target).startswith("auto_functionalized") and node.args:
-        target = node.args[0]  # type: ignore[assignment]
+        target = node.args[0]
     if not isinstance(target, torch._ops.OpOverload) or target._schema.name not in _PRODUCTS:
         return None
     if target is node.target:
@@ -159,7 +159,7 @@ def name_of(node: Node) -> str | None:
 
 def arguments_of(node: Node) -> dict[str, Any]:
     """All arguments that carry meaning by our names, defaults filled in; one epsilon for both where there is one."""
-    schema = node.target._schema  # type: ignore[union-attr]
+    schema = node.target._schema
     named: dict[str, Any] = {}
     for i, argument in enumerate(schema.arguments):
         given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
