@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from dsv4_compile.passes.region import are, shape, value
 
-__all__ = ["Call", "Kind", "arguments_of", "name_of", "own_product", "parse"]
+__all__ = ["Call", "Kind", "arguments_of", "head_of", "name_of", "own_product", "parse"]
 
 
 @dataclass(frozen=True)
@@ -138,17 +138,35 @@ _PRODUCTS = {
 }
 
 
+# The final collapse, and what it calls the residual.
+_HEADS = {
+    "vllm::hc_head_fused_kernel": "hs_flat",
+    "vllm::hc_head_fused_kernel_tilelang": "hs_flat",
+    "vllm::hc_head_triton": "hs_flat",
+    "_C::hc_head_fused_cpu": "x",
+}
+
+
 def own_product(node: Node) -> tuple[str, Node] | None:
-    """(name, activation) of a product by a kernel of vLLM's; those that write their result come functionalised."""
-    target, named = node.target, dict(node.kwargs)
-    if str(target).startswith("auto_functionalized") and node.args:
-        target = node.args[0]
-    if not isinstance(target, torch._ops.OpOverload) or target._schema.name not in _PRODUCTS:
+    """(name, activation) of a product by a kernel of vLLM's."""
+    return _of(node, _PRODUCTS)
+
+
+def head_of(node: Node) -> tuple[str, Node] | None:
+    """(name, residual) of vLLM's collapse behind the last layer."""
+    return _of(node, _HEADS)
+
+
+def _of(node: Node, names: Mapping[str, str]) -> tuple[str, Node] | None:
+    """(name, the argument that `names` has for it) of one of these operators; those that write their result come
+    functionalised, in one of two ways."""
+    is_wrapped = str(node.target).startswith("auto_functionalized") and node.args
+    target = node.args[0] if is_wrapped else node.target
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.name not in names:
         return None
-    if target is node.target:
-        named = arguments_of(node)
-    activation = named.get(_PRODUCTS[target._schema.name])
-    return (target._schema.name, activation) if isinstance(activation, Node) else None
+    named = dict(node.kwargs) if is_wrapped else _named(node)
+    wanted = named.get(names[target._schema.name])
+    return (target._schema.name, wanted) if isinstance(wanted, Node) else None
 
 
 def name_of(node: Node) -> str | None:
@@ -159,14 +177,17 @@ def name_of(node: Node) -> str | None:
 
 def arguments_of(node: Node) -> dict[str, Any]:
     """All arguments that carry meaning by our names, defaults filled in; one epsilon for both where there is one."""
-    schema = node.target._schema
-    named: dict[str, Any] = {}
-    for i, argument in enumerate(schema.arguments):
-        given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
-        named[argument.name] = given
-    is_c = schema.name.startswith("_C::")
-    if is_c and "sinkhorn_iters" in named:
+    named = _named(node)
+    if node.target._schema.name.startswith("_C::") and "sinkhorn_iters" in named:
         named["residual"] = named.pop("x")
         named["pre_eps"] = named["sinkhorn_eps"] = named.pop("hc_eps", None)
         named["post_mult"] = 2.0  # written into the kernel
     return {_NAMES.get(k, k): v for k, v in named.items() if k not in _PLANS}
+
+
+def _named(node: Node) -> dict[str, Any]:
+    """The arguments of a call by the names of its schema."""
+    return {
+        argument.name: node.args[i] if i < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
+        for i, argument in enumerate(node.target._schema.arguments)
+    }

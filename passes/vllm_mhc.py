@@ -27,7 +27,7 @@ from dsv4_compile.kernels.mhc import families
 from dsv4_compile.passes.emission import call, cast, item
 from dsv4_compile.passes.region import VIEW, are, aten, packet, shape, value
 from dsv4_compile.passes.sites import MhcSite, Missed, PassResult, module_path, source_location
-from dsv4_compile.passes.vllm_calls import Call, arguments_of, name_of, parse
+from dsv4_compile.passes.vllm_calls import Call, arguments_of, head_of, name_of, parse
 
 __all__ = ["VARIABLE", "VllmMhcPass", "find"]
 
@@ -87,7 +87,7 @@ class VllmMhcPass:
 
     def __call__(self, graph: Graph) -> PassResult:
         found, missed = find(graph)
-        done: list[MhcSite] = []
+        done = [_head(node, residual) for node, residual in heads(graph)]
         effective: list[tuple[str, str, str]] = []
         seconds = 0.0
         for site in found:
@@ -176,6 +176,18 @@ def find(graph: Graph) -> tuple[list[_Found], list[Missed]]:
             found.append(_Found(post, c, _norm_of(c, source if is_joined else c.node, order)))
     found += [_Found(c, None) for c in posts.values()]
     return sorted(found, key=lambda f: order[f.first]), missed
+
+
+def heads(graph: Graph) -> list[tuple[Node, Node]]:
+    """vLLM's collapse behind the last layer, once a model, and its residual: it keeps its kernel, and is listed."""
+    found = ((node, head_of(node)) for node in graph.nodes if node.op == "call_function")
+    return [(node, head[1]) for node, head in found if head is not None]
+
+
+def _head(node: Node, residual: Node) -> MhcSite:
+    n, hidden = ([d if isinstance(d, int) else 0 for d in shape(residual) or ()])[-2:]
+    source = source_location(node)
+    return MhcSite(module_path(node), "head", False, _LEFT, n, hidden, source=source)
 
 
 def _same(node: Node) -> Node:

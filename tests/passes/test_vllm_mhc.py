@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import dsv4_compile
@@ -311,6 +314,30 @@ def test_a_lookalike_with_another_formula_is_left_with_the_reason():
     after, result = rewritten(traced(layer, example(), Weights.make(1), Weights.make(2)))
     assert names(after) == ["vllm::mhc_pre_delayed_tilelang"]
     assert "not an operator whose formula" in result.missed[0].reason
+
+
+@pytest.mark.parametrize("v2", [False, True], ids=["auto_functionalized", "auto_functionalized_v2"])
+def test_the_final_collapse_stays_vllms_and_is_listed(v2):
+    def function(residual, fn, scale, base):
+        out = residual.new_empty(residual.shape[0], D)
+        torch.ops.vllm.hc_head_fused_kernel_tilelang(residual, fn, scale, base, out, D, 1e-6, 1e-6, N)
+        return out + 1
+
+    graphs = []
+
+    def backend(gm, inputs):
+        def compiler(module, _):
+            graphs.append(module)
+            return make_boxed_func(module.forward)
+
+        return aot_autograd(fw_compiler=compiler)(gm, inputs)
+
+    weights = (torch.randn(N, N * D), torch.randn(1), torch.randn(N))
+    settings = {"enable_auto_functionalized_v2": v2}
+    with torch.inference_mode(), torch._inductor.config.patch(settings):
+        torch.compile(function, backend=backend, fullgraph=True)(example(), *weights)
+    result = VllmMhcPass("reference")(graphs[0].graph)
+    assert [(s.form, s.kernel, s.streams, s.hidden) for s in result.mhc] == [("head", "vllm", N, D)]
 
 
 def test_an_argument_that_is_no_number_is_left_with_the_reason():

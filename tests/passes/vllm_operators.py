@@ -33,6 +33,10 @@ SCHEMAS = {
         f"float hc_eps) -> {_THREE}"
     ),
     "_C::hc_post_fused_cpu": "(Tensor x, Tensor residual, Tensor post, Tensor comb) -> Tensor",
+    "vllm::hc_head_fused_kernel_tilelang": (
+        "(Tensor hs_flat, Tensor fn, Tensor hc_scale, Tensor hc_base, Tensor(a!) out, int hidden_size, float rms_eps, "
+        "float hc_eps, int hc_mult) -> ()"
+    ),
     "vllm_ir::rms_norm": "(Tensor x, Tensor? weight, float epsilon, int? variance_size=None) -> Tensor",
 }
 
@@ -101,7 +105,12 @@ def _delayed(residual, fn, scale, base, rms, pre, sinkhorn, mult, repeat, splits
     return (*_pre(residual, fn, scale, base, rms, pre, sinkhorn, mult, repeat), base.clone())
 
 
+def _head(residual, fn, scale, base, out, hidden, rms, eps, n):
+    out.copy_(residual.float().sum(-2))  # never compared: it stays vLLM's
+
+
 _FUNCTIONS = {
+    "vllm::hc_head_fused_kernel_tilelang": _head,
     "vllm::mhc_pre": _plain_pre,
     "vllm::mhc_post": _post,
     "vllm::mhc_fused_post_pre": _fused,
