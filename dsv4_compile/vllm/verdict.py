@@ -34,6 +34,8 @@ def of(config: Any, ours: Any, is_backend: bool) -> tuple[bool, str]:
         return False, f"nothing of ours runs: {why}"
     if mode == 0:
         return False, "nothing of ours runs: vLLM compiles nothing (mode NONE: --enforce-eager, -O0 or its own choice)"
+    if mode == 1 and _is_cpu():
+        return False, f'nothing of ours runs: vLLM compiles nothing on a CPU in mode {name}; set "mode": 2'
     if is_backend:
         return _of_backend(compilation, mode, name)
     if compilation.backend not in ("", "inductor"):
@@ -85,6 +87,15 @@ def _never_compiled(config: Any, mode: int) -> str | None:
         "model for compilation; VLLM_USE_BREAKABLE_CUDAGRAPH=0 together with "
         f'{{"mode": 1, "backend": "{BACKEND}"}} is left to be tried, and 0.22.1 compiles it'
     )
+
+
+def _is_cpu() -> bool:
+    try:
+        from vllm.platforms import current_platform
+
+        return bool(current_platform.is_cpu())
+    except (ImportError, AttributeError):
+        return False
 
 
 def _pass_key() -> str:

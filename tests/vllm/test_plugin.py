@@ -25,10 +25,13 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     handler = Handler()
     plugin.logger.addHandler(handler)
+    before = plugin.logger.level
+    plugin.logger.setLevel(logging.INFO)  # as an engine's logging does
     plugin.register()
     plugin._once.cache_clear()
     yield found
     plugin.logger.removeHandler(handler)
+    plugin.logger.setLevel(before)
 
 
 def make(additional: Any = None, **settings: Any) -> VllmConfig:
@@ -89,7 +92,7 @@ def test_vllms_keys_follow_our_settings(monkeypatch, lines):
     ("settings", "sentence"),
     [
         ({"mode": 0}, "vLLM compiles nothing"),
-        ({"mode": 1}, "hands no passes to Inductor"),
+        ({"mode": 1}, "vLLM compiles nothing on a CPU in mode STOCK_TORCH_COMPILE"),
         ({"mode": 2, "backend": "eager"}, "runs no passes of Inductor"),
         ({"mode": 2}, "the passes run in mode DYNAMO_TRACE_ONCE"),
     ],
@@ -103,12 +106,27 @@ def test_it_says_what_runs_and_why_not(lines, settings, sentence):
     ("settings", "sentence"),
     [
         ({"mode": 2, "backend": "dsv4"}, 'backend "dsv4" compiles whole graphs in mode DYNAMO_TRACE_ONCE'),
-        ({"mode": 1, "backend": "dsv4"}, 'backend "dsv4" compiles whole graphs in mode STOCK_TORCH_COMPILE'),
+        ({"mode": 1, "backend": "dsv4"}, "vLLM compiles nothing on a CPU in mode STOCK_TORCH_COMPILE"),
         ({"backend": "dsv4"}, 'set "mode": 2 together with the backend'),
     ],
 )
 def test_it_says_whether_the_backend_runs(lines, settings, sentence):
     make(**settings)
+    assert len(lines) == 1 and sentence in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"inductor_passes": {HOOK: PASS}}, "hands no passes to Inductor"),
+        ({"backend": "dsv4"}, 'backend "dsv4" compiles whole graphs in mode STOCK_TORCH_COMPILE'),
+    ],
+)
+def test_mode_1_is_for_the_backend_on_a_gpu(lines, monkeypatch, settings, sentence):
+    from dsv4_compile.vllm import verdict
+
+    monkeypatch.setattr(verdict, "_is_cpu", lambda: False)
+    make(mode=1, **settings)
     assert len(lines) == 1 and sentence in lines[0]
 
 

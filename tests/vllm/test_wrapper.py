@@ -135,6 +135,32 @@ def test_two_settings_in_one_process_do_not_share_code():
     assert all(torch.equal(a, b) for a, b in zip(two, again, strict=True))
 
 
+@pytest.mark.parametrize("mode", [1, 2])
+def test_the_backend_compiles_the_whole_model_in_modes_1_and_2(mode, monkeypatch):
+    """Mode 1 by the function that vLLM's GPU runner calls; its CPU runner calls none."""
+    from vllm.compilation.wrapper import compile_model_with_stock_torch
+
+    expected, _ = run(None)
+    monkeypatch.setenv("DSV4_OPTIONS", '{"mhc": "reference", "compiler": "eager"}')
+    monkeypatch.setenv("VLLM_USE_AOT_COMPILE", "0")
+    known = len(dsv4_compile.reports())
+    config = VllmConfig(compilation_config=CompilationConfig(mode=mode, backend="dsv4"))
+    with set_current_vllm_config(config), torch.inference_mode():
+        model = Stack(vllm_config=config)
+        if mode == 1:
+            compile_model_with_stock_torch(model, config)
+        found = []
+        for tokens in TOKENS[:2]:
+            x = torch.randn(tokens, D, generator=torch.Generator().manual_seed(tokens)).bfloat16()
+            with set_forward_context(None, config, num_tokens=tokens):
+                found.append(model(x))
+    assert_close(found, expected[:2])
+    (report,) = dsv4_compile.reports()[known:]
+    assert [[s.form for s in graph.mhc] for graph in report.graphs] == [["pre", "post_pre", "post_pre", "post"]] * len(
+        report.graphs
+    )
+
+
 def test_vllms_real_cpu_operators_compute_what_we_replace_them_with():
     """In float32 at the tolerance of bfloat16 results: layouts, orientation of `comb`, constants, iterations."""
     generator = torch.Generator().manual_seed(3)
