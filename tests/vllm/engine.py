@@ -68,14 +68,14 @@ def patched(run: Mapping[str, Any]) -> Iterator[None]:
         update(cls, config)
         config.compilation_config.mode, config.compilation_config.backend = CompilationMode(mode), backend
 
+    if run.get("piecewise"):
+        name_cuda_operators()
+    linears = plain if run.get("plain") else utils.dispatch_cpu_unquantized_gemm
+    platform = classmethod(piecewise if run.get("piecewise") else update)
     with (
         mock.patch.dict(os.environ, run.get("environment", {})),
-        mock.patch.object(
-            utils, "dispatch_cpu_unquantized_gemm", plain if run.get("plain") else utils.dispatch_cpu_unquantized_gemm
-        ),
-        mock.patch.object(
-            CpuPlatform, "check_and_update_config", classmethod(piecewise if run.get("piecewise") else update)
-        ),
+        mock.patch.object(utils, "dispatch_cpu_unquantized_gemm", linears),
+        mock.patch.object(CpuPlatform, "check_and_update_config", platform),
     ):
         yield
 
