@@ -33,8 +33,9 @@ COLD: dict[str, dict[str, Any]] = {
     "packed": {"compilation": {"mode": 2}, "additional": {"dsv4": True}, "plain": False},
 }
 WARM: dict[str, dict[str, Any]] = {
+    "piecewise": COLD["piecewise"],
+    "changed": COLD["piecewise"] | {"additional": {"dsv4": SERIAL | {"num_streams": 2}}},
     "serial": COLD["serial"],
-    "changed": {"compilation": {"mode": 2}, "additional": {"dsv4": SERIAL | {"num_streams": 2}}},
     "backend": COLD["backend"],
 }
 
@@ -106,22 +107,23 @@ def test_products_of_vllm_with_packed_weights_are_left_and_named(cold):
     assert operators(cold["packed"]) == []
 
 
-def test_a_second_start_finds_the_code_in_the_cache_and_it_is_still_transformed(cold, warm):
-    assert warm["serial"]["tokens"] == cold["without"]["tokens"]
-    assert warm["serial"]["reports"] == [], "no pass ran"
-    assert operators(warm["serial"]) == ["parallel_linear"]
+def test_a_second_start_takes_the_code_from_vllms_cache_and_it_is_still_transformed(cold, warm):
+    assert warm["piecewise"]["tokens"] == cold["without"]["tokens"]
+    assert warm["piecewise"]["reports"] == [], "no pass ran"
+    assert operators(warm["piecewise"]) == ["parallel_linear"]
+    assert "Directly load AOT compilation" in warm["log"]["text"]
 
 
-def test_a_second_start_with_the_backend_is_transformed_and_says_that_it_comes_from_the_cache(cold, warm):
-    assert warm["backend"]["tokens"] == cold["without"]["tokens"]
-    assert operators(warm["backend"]) == ["parallel_linear"]
-    (graph,) = [graph for report in warm["backend"]["reports"] for graph in report["graphs"]]
-    assert any("loaded from Inductor's cache" in note for note in graph["notes"])
-    assert groups(warm["backend"]) == groups(cold["backend"])
+@pytest.mark.parametrize("way", ["serial", "backend"])
+def test_a_second_start_in_mode_2_is_transformed(cold, warm, way):
+    """In mode 2 vLLM 0.32 writes its cache and cannot read it, so the graph is compiled again."""
+    assert warm[way]["tokens"] == cold["without"]["tokens"]
+    assert operators(warm[way]) == ["parallel_linear"]
+    assert groups(warm[way]) == groups(cold[way])
 
 
 def test_other_options_are_compiled_anew(cold, warm):
-    assert len(warm["changed"]["reports"]) == 1
+    assert len(warm["changed"]["reports"]) == len(cold["piecewise"]["reports"]) > 0
     assert warm["changed"]["tokens"] == cold["without"]["tokens"]
 
 
