@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import dsv4_compile
 from dsv4_compile.passes import vllm_calls
+from dsv4_compile.passes.projections import ProjectionsPass
 from dsv4_compile.passes.sites import PassResult
 from dsv4_compile.passes.vllm_mhc import VllmMhcPass, find
 from tests.passes import vllm_operators
@@ -316,13 +317,8 @@ def test_a_lookalike_with_another_formula_is_left_with_the_reason():
     assert "not an operator whose formula" in result.missed[0].reason
 
 
-@pytest.mark.parametrize("v2", [False, True], ids=["auto_functionalized", "auto_functionalized_v2"])
-def test_the_final_collapse_stays_vllms_and_is_listed(v2):
-    def function(residual, fn, scale, base):
-        out = residual.new_empty(residual.shape[0], D)
-        torch.ops.vllm.hc_head_fused_kernel_tilelang(residual, fn, scale, base, out, D, 1e-6, 1e-6, N)
-        return out + 1
-
+def functionalised(function: Callable[..., Any], v2: bool, *inputs: Tensor) -> torch.fx.GraphModule:
+    """The graph that Inductor would see: operators that write their result are wrapped in one of two ways."""
     graphs = []
 
     def backend(gm, inputs):
@@ -332,12 +328,43 @@ def test_the_final_collapse_stays_vllms_and_is_listed(v2):
 
         return aot_autograd(fw_compiler=compiler)(gm, inputs)
 
-    weights = (torch.randn(N, N * D), torch.randn(1), torch.randn(N))
     settings = {"enable_auto_functionalized_v2": v2}
     with torch.inference_mode(), torch._inductor.config.patch(settings):
-        torch.compile(function, backend=backend, fullgraph=True)(example(), *weights)
-    result = VllmMhcPass("reference")(graphs[0].graph)
+        torch.compile(function, backend=backend, fullgraph=True)(*inputs)
+    wrapper = "auto_functionalized_v2" if v2 else "auto_functionalized"
+    assert wrapper in {str(n.target) for n in graphs[0].graph.nodes}
+    return graphs[0]
+
+
+BOTH = pytest.mark.parametrize("v2", [False, True], ids=["auto_functionalized", "auto_functionalized_v2"])
+
+
+@BOTH
+def test_the_final_collapse_stays_vllms_and_is_listed(v2):
+    def function(residual, fn, scale, base):
+        out = residual.new_empty(residual.shape[0], D)
+        torch.ops.vllm.hc_head_fused_kernel_tilelang(residual, fn, scale, base, out, D, 1e-6, 1e-6, N)
+        return out + 1
+
+    weights = (torch.randn(N, N * D), torch.randn(1), torch.randn(N))
+    result = VllmMhcPass("reference")(functionalised(function, v2, example(), *weights).graph)
     assert [(s.form, s.kernel, s.streams, s.hidden) for s in result.mhc] == [("head", "vllm", N, D)]
+
+
+@BOTH
+def test_products_of_vllm_that_read_one_activation_are_left_and_named(v2):
+    def function(x, one, two):
+        outs = [x.new_empty(x.shape[0], w.shape[0]) for w in (one, two)]
+        for out, weight in zip(outs, (one, two), strict=True):
+            torch.ops._C.weight_packed_linear(out, x, weight, None, True)
+        return outs
+
+    module = functionalised(function, v2, torch.randn(3, D), torch.randn(8, D), torch.randn(16, D))
+    result = ProjectionsPass("serial")(module.graph)
+    assert not result.projections and len(result.missed) == 2
+    assert {m.reason for m in result.missed} == {
+        "a product of vLLM's (_C::weight_packed_linear) keeps its own kernel and its packed weight"
+    }
 
 
 def test_an_argument_that_is_no_number_is_left_with_the_reason():

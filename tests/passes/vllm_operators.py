@@ -37,6 +37,7 @@ SCHEMAS = {
         "(Tensor hs_flat, Tensor fn, Tensor hc_scale, Tensor hc_base, Tensor(a!) out, int hidden_size, float rms_eps, "
         "float hc_eps, int hc_mult) -> ()"
     ),
+    "_C::weight_packed_linear": "(Tensor(a!) out, Tensor mat1, Tensor mat2, Tensor? bias, bool is_vnni) -> ()",
     "vllm_ir::rms_norm": "(Tensor x, Tensor? weight, float epsilon, int? variance_size=None) -> Tensor",
 }
 
@@ -109,7 +110,12 @@ def _head(residual, fn, scale, base, out, hidden, rms, eps, n):
     out.copy_(residual.float().sum(-2))  # never compared: it stays vLLM's
 
 
+def _packed(out, x, weight, bias, is_vnni):
+    out.copy_(x @ weight.T)
+
+
 _FUNCTIONS = {
+    "_C::weight_packed_linear": _packed,
     "vllm::hc_head_fused_kernel_tilelang": _head,
     "vllm::mhc_pre": _plain_pre,
     "vllm::mhc_post": _post,
