@@ -12,8 +12,8 @@ What is measured, for batches of 1, 8 and 32 prompts of 64 tokens, greedy, dummy
 - `replay`: vLLM's fused operator and ours on the same inputs, in turns, from replays of a CUDA graph.
 - `same tokens`: how many of the rows are the same with the pass and without it. Both round, in other places.
 
-Each part runs in a process of its own with a time limit, and its results are written as they come: what fails or hangs
-costs its own numbers and no others. The JSON goes to `--out`, by default to $OUT. Written for vLLM 0.22.1, the last
+Each part runs in a process of its own with a time limit (where a command may take ten minutes: one model a call), and its
+results are written as they come: what fails or hangs costs its own numbers and no others. The JSON goes to `--out`, by default to $OUT. Written for vLLM 0.22.1, the last
 release that compiles DeepSeek-V4 on NVIDIA; others say what they lack.
 """
 
@@ -67,9 +67,8 @@ FLASH = {
     "rope_theta": 10000.0,
     "compress_rope_theta": 160000.0,
     "rope_scaling": {
-        "type": "yarn",
-        "rope_type": "deepseek_yarn",
-        "factor": 1.0,
+        "rope_type": "yarn",
+        "factor": 16,
         "original_max_position_embeddings": 4096,
         "beta_fast": 32,
         "beta_slow": 1,
@@ -88,6 +87,7 @@ FLASH = {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
+        "scale_fmt": "ue8m0",
         "weight_block_size": [128, 128],
     },
     "torch_dtype": "bfloat16",
@@ -240,6 +240,8 @@ def engine(part: str, folder: str, batches: list[int]) -> Any:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the profiler sees this process only
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    os.environ.setdefault("VLLM_DEEP_GEMM_WARMUP", "skip")
     import torch
     from vllm import LLM
 
@@ -253,6 +255,8 @@ def engine(part: str, folder: str, batches: list[int]) -> Any:
     more: dict[str, Any] = {}
     if json.loads(Path(folder, "config.json").read_text())["model_type"] == "qwen3_next":
         more["gdn_prefill_backend"] = "triton"  # FlashInfer need not be there
+    else:
+        more |= {"kv_cache_dtype": "fp8", "block_size": 256}  # what vLLM has kernels for
     return LLM(
         model=folder,
         load_format="dummy",
