@@ -12,9 +12,10 @@ What is measured, for batches of 1, 8 and 32 prompts of 64 tokens, greedy, dummy
 - `replay`: vLLM's fused operator and ours on the same inputs, in turns, from replays of a CUDA graph.
 - `same tokens`: how many of the rows are the same with the pass and without it. Both round, in other places.
 
-Each part runs in a process of its own with a time limit (where a command may take ten minutes: one model a call), and its
-results are written as they come: what fails or hangs costs its own numbers and no others. The JSON goes to `--out`, by default to $OUT. Written for vLLM 0.22.1, the last
-release that compiles DeepSeek-V4 on NVIDIA; others say what they lack.
+Each part runs in a process of its own with a time limit (where a command may take ten minutes: one model a call), and
+its results are written as they come: what fails or hangs costs its own numbers and no others. The JSON goes to `--out`,
+by default to $OUT. Written for vLLM 0.22.1, the last release that compiles DeepSeek-V4 on NVIDIA; others say what they
+lack.
 """
 
 from __future__ import annotations
