@@ -19,8 +19,12 @@ from dsv4_compile.options import OptionError, Options
 from dsv4_compile.report import CompileReport, GraphReport, report, reports
 
 if _TYPE_CHECKING or "torch" in _sys.modules:
-    # vLLM looks a pass up in the module's dictionary, so it has to be there from the beginning.
-    from dsv4_compile.standalone import post_grad_pass
+    from dsv4_compile.standalone import graph_pass, post_grad_pass
+else:
+    # Commands that read a dump need no torch and do not wait for it; vLLM wants the name in the module's dictionary.
+    from dsv4_compile.deferred import Deferred as _Deferred
+
+    post_grad_pass = _Deferred()  # type: ignore[assignment]
 
 if _TYPE_CHECKING:
     from dsv4_compile.runtime.ragged import RaggedBuffers
@@ -32,13 +36,14 @@ __all__ = [
     "Options",
     "RaggedBuffers",
     "__version__",
+    "graph_pass",
     "post_grad_pass",
     "report",
     "reports",
 ]
 
 
-_LATER = {"RaggedBuffers": "dsv4_compile.runtime.ragged", "post_grad_pass": "dsv4_compile.standalone"}
+_LATER = {"RaggedBuffers": "dsv4_compile.runtime.ragged", "graph_pass": "dsv4_compile.standalone"}
 
 
 def __getattr__(name: str) -> object:

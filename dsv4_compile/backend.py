@@ -28,9 +28,11 @@ from dsv4_compile.passes.mhc import MhcPass
 from dsv4_compile.passes.pipeline import Collected, GraphPass, GraphPasses, collecting
 from dsv4_compile.passes.projections import ProjectionsPass
 from dsv4_compile.passes.sites import Missed
+from dsv4_compile.passes.vllm_mhc import VllmMhcPass
 from dsv4_compile.report import CompileReport, GraphReport, Piece, new_report
 from dsv4_compile.runtime.runner import Policy
 from dsv4_compile.scalars import fix_model_floats
+from dsv4_compile.vllm.log import announce
 
 __all__ = ["StrictError", "dsv4", "graph_passes"]
 
@@ -102,6 +104,7 @@ def dsv4(
         if dump is not None and dump.problem is not None:
             graph.notes.append(dump.problem)
         logger.info("%s", report)
+        announce(graph)
         if chosen.strict:
             _enforce(chosen, report, graph, collected)
     if original is not None:
@@ -113,7 +116,7 @@ def graph_passes(options: Options) -> GraphPasses:
     """The passes that `options` ask for, as one custom pass."""
     passes: list[GraphPass] = []
     if options.mhc != "off":
-        passes.append(MhcPass(options.mhc, options.deterministic))
+        passes += [MhcPass(options.mhc, options.deterministic), VllmMhcPass(options.mhc, options.deterministic)]
     if options.projections != "off":
         passes.append(ProjectionsPass(options.projections, options.num_streams, options.stream_max_tokens))
     settings = f"{dsv4_compile.__version__}/{options.fingerprint()}"

@@ -9,7 +9,8 @@ import dataclasses
 import json
 import math
 import threading
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,7 @@ __all__ = [
     "new_report",
     "report",
     "reports",
+    "summary",
 ]
 
 _KEEP = 64
@@ -177,6 +179,20 @@ def capture_lines(graph: GraphReport) -> list[str]:
         where = f" at {', '.join(at)} tokens" if at else ""
         lines.append(f"  not captured{where}: {reason}")
     return lines
+
+
+def summary(graph: GraphReport) -> str:
+    """What was done to a graph, in one line for a log."""
+    what = [
+        f"{n} x mhc {form} ({kernel})" for (form, kernel), n in _counts((form_text(s), s.kernel) for s in graph.mhc)
+    ]
+    what += [f"{n} x projections ({strategy})" for strategy, n in _counts(g.strategy for g in graph.projections)]
+    what += [f"{n} missed ({reason})" for reason, n in _counts(m.reason for m in graph.missed)]
+    return f"graph of {graph.nodes} nodes: {', '.join([*what, *graph.notes]) or 'nothing matched'}"
+
+
+def _counts(found: Iterable[Any]) -> list[tuple[Any, int]]:
+    return list(Counter(found).items())
 
 
 def form_text(site: MhcSite) -> str:

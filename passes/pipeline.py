@@ -91,16 +91,31 @@ def source_hash() -> str:
     return digest.hexdigest()
 
 
-@functools.cache
+# Where vLLM's class of passes lives.
+_VLLM_MODULES = ("vllm.compilation.passes.inductor_pass", "vllm.compilation.inductor_pass")
+
+
 def _inductor_class() -> type:
-    """What Inductor takes a pass with an identity for. Its module imports Triton, so it is imported when asked for."""
+    """What Inductor takes a pass with an identity for; in a process with vLLM, what vLLM takes for one.
+
+    Asked anew each time, because vLLM may be imported after the pass. Inductor's module imports Triton, so it is
+    imported when asked for.
+    """
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    return type("GraphPasses", (CustomGraphPass,), {"__call__": GraphPasses.__call__, "uuid": GraphPasses.uuid})
+    found = (getattr(sys.modules.get(name), "InductorPass", None) for name in _VLLM_MODULES)
+    base = next((c for c in found if isinstance(c, type)), CustomGraphPass)
+    return _class_on((base,) if issubclass(base, CustomGraphPass) else (base, CustomGraphPass))
+
+
+@functools.cache
+def _class_on(bases: tuple[type, ...]) -> type:
+    return type("GraphPasses", bases, {"__call__": GraphPasses.__call__, "uuid": GraphPasses.uuid})
 
 
 class GraphPasses:
-    """Runs `passes` in order. To `isinstance` it is a `torch._inductor.custom_graph_pass.CustomGraphPass`.
+    """Runs `passes` in order. To `isinstance` it is a `torch._inductor.custom_graph_pass.CustomGraphPass`, and where
+    vLLM has been imported its `InductorPass`, too: this package imports neither.
 
     With `DSV4_CHECK=1` the graph is checked before the first pass and after each of them, and `verify.UnsafeGraphError`
     is raised for what is not proved safe on several streams.
@@ -111,7 +126,6 @@ class GraphPasses:
         strict: raise `PassError` when a pass fails, instead of leaving the graph as it was before that pass.
         observe: called with ("before" or a pass name, graph) at the start and after each pass; not part of the
             identity. Must be picklable when set.
-        unreported: called with what was gathered when no `collecting()` is open.
     """
 
     def __init__(
@@ -120,30 +134,21 @@ class GraphPasses:
         settings: str = "",
         strict: bool = False,
         observe: Callable[[str, Graph], None] | None = None,
-        unreported: Callable[[Collected], None] | None = None,
     ):
         self.passes = passes
         self.settings = settings
         self.strict = strict
         self.observe = observe
-        self.unreported = unreported
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         return _inductor_class()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.passes, self.settings, self.strict, self.observe, self.unreported)
+        return type(self), (self.passes, self.settings, self.strict, self.observe)
 
     def __call__(self, graph: Graph) -> None:
-        collected = _current.get()
-        if collected is not None:
-            self._run(graph, collected)
-            return
-        collected = Collected()
-        self._run(graph, collected)
-        if self.unreported is not None:
-            self.unreported(collected)
+        self._run(graph, _current.get() or Collected())
 
     def uuid(self) -> str:
         """Equal across processes for equal settings and sources."""
@@ -190,7 +195,7 @@ class GraphPasses:
             logger.warning("The pass %s was skipped: %s", graph_pass.name, brief)
             logger.debug("The pass %s failed", graph_pass.name, exc_info=True)
             _restore(graph, before)
-            kind: Literal["mhc", "projections"] = "mhc" if graph_pass.name == "mhc" else "projections"
+            kind: Literal["mhc", "projections"] = "projections" if graph_pass.name == "projections" else "mhc"
             return PassResult(missed=(Missed(kind, "", f"the pass failed and was skipped: {brief}"),))
 
 

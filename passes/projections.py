@@ -40,6 +40,7 @@ from dsv4_compile.passes.region import (
     value,
 )
 from dsv4_compile.passes.sites import LinearInfo, Missed, PassResult, ProjectionGroup, module_path, source_location
+from dsv4_compile.passes.vllm_calls import own_product
 
 __all__ = ["ProjectionsPass"]
 
@@ -217,6 +218,9 @@ def _parse(node: Node) -> _Linear | tuple[Node, str] | None:
     if op is aten._scaled_mm:
         x, _ = _trace(node.args[0], None)
         return x, "a quantised product (_scaled_mm) keeps its own kernel"
+    if (opaque := own_product(node)) is not None:
+        name, activation = opaque
+        return _trace(activation, None)[0], f"a product of vLLM's ({name}) keeps its own kernel and its packed weight"
     if op not in (aten.mm, aten.addmm) or not is_floating(node):
         return None
     bias, activation, weight = _operands(node)

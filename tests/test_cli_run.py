@@ -13,10 +13,11 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from dsv4_compile.cli import bench, doctor, vllm_settings
+from dsv4_compile.cli import bench, doctor
 from dsv4_compile.cli.app import app
 from dsv4_compile.dump.reader import read
 from dsv4_compile.passes.pipeline import GraphPasses
+from dsv4_compile.vllm import settings as vllm_settings
 
 SCRIPT = """
 import sys, torch
@@ -228,6 +229,10 @@ def test_doctor_outlives_a_check_that_raises(monkeypatch):
         ({**VLLM, "mode": 1}, "STOCK_TORCH_COMPILE does not hand passes to Inductor"),
         ({**VLLM, "mode": 9}, "vLLM has no mode 9"),
         ({**VLLM, "backend": "eager"}, "backend 'eager' runs no passes"),
+        ({"mode": 2, "backend": "dvs4"}, '"dsv4" was probably meant'),
+        ({"mode": 3, "backend": "dsv4"}, 'set "mode": 2'),
+        ({"backend": "dsv4"}, 'set "mode": 2'),
+        ({**VLLM, "inductor_pass": {}}, "'inductor_passes' was probably meant"),
         ({"inductor_passes": {"post_grad_custom_pre_pass": vllm_settings.PASS}}, "was probably meant"),
         ({"inductor_passes": {vllm_settings.HOOK: "dsv4_compile.post_grad_passes"}}, "There is no pass"),
         ({"inductor_compile_config": {vllm_settings.HOOK: vllm_settings.PASS}}, "looks up no name"),
@@ -243,6 +248,8 @@ def test_doctor_says_when_a_pass_will_not_run_in_vllm(settings, sentence):
 def test_doctor_finds_right_settings_right(tmp_path):
     assert list(vllm_settings.problems(VLLM)) == []
     assert list(vllm_settings.problems({**VLLM, "mode": None})) == []
+    assert list(vllm_settings.problems({**VLLM, "mode": 2})) == []
+    assert [list(vllm_settings.problems({"mode": mode, "backend": "dsv4"})) for mode in (1, 2)] == [[], []]
     (tmp_path / "settings.json").write_text(json.dumps(VLLM))
     done = run("doctor", "--json", "--vllm-config", tmp_path / "settings.json")
     (check,) = [check for check in json.loads(done.stdout) if check["name"] == "vLLM's settings"]
@@ -262,5 +269,5 @@ def test_the_dotted_name_of_the_pass_is_found_as_vllm_looks_it_up():
     module, _, attribute = name.rpartition(".")
     code = f"import torch; found = __import__({module!r}).__dict__[{attribute!r}]; print(type(found).__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == "_Standalone\n", done.stderr
+    assert done.stdout == "StandalonePass\n", done.stderr
     assert issubclass(type(getattr(__import__(module), attribute)), GraphPasses)

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsv4_compile.cli import output, vllm_settings
+from dsv4_compile.cli import output
+from dsv4_compile.vllm import settings
 
 if TYPE_CHECKING:
     from dsv4_compile.options import Options
@@ -236,11 +237,11 @@ def _vllm(config: Mapping[str, Any] | None) -> Iterator[Check]:
         yield Check("vllm", NOTE, "not installed", "its settings can be checked all the same: --vllm-config")
     if config is None:
         return
-    found = list(vllm_settings.problems(config))
+    found = list(settings.problems(config))
     for sentence in found:
-        yield Check("vLLM's settings", PROBLEM, "the pass will not run", sentence)
+        yield Check("vLLM's settings", PROBLEM, "nothing of ours runs", sentence)
     if not found:
-        yield Check("vLLM's settings", OK, "the pass runs", "unless vLLM is started with --enforce-eager or -O0")
+        yield Check("vLLM's settings", OK, "ours runs", "unless vLLM is started with --enforce-eager or -O0")
 
 
 def _brief(error: Exception) -> str:
