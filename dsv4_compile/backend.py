@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -116,7 +117,9 @@ def graph_passes(options: Options) -> GraphPasses:
     """The passes that `options` ask for, as one custom pass."""
     passes: list[GraphPass] = []
     if options.mhc != "off":
-        passes += [MhcPass(options.mhc, options.deterministic), VllmMhcPass(options.mhc, options.deterministic)]
+        passes.append(MhcPass(options.mhc, options.deterministic))
+        if "vllm" in sys.modules:  # nobody else has its operators
+            passes.append(VllmMhcPass(options.mhc, options.deterministic))
     if options.projections != "off":
         passes.append(ProjectionsPass(options.projections, options.num_streams, options.stream_max_tokens))
     settings = f"{dsv4_compile.__version__}/{options.fingerprint()}"

@@ -235,7 +235,7 @@ def test_the_pass_on_its_own_writes_a_dump_that_the_environment_asks_for(tmp_pat
     assert dsv4_compile.post_grad_pass.uuid() not in (without, "")
     torch.testing.assert_close(with_the_pass(model, x), model(x).detach(), rtol=1e-4, atol=1e-4)
     (graph,) = read(tmp_path).graphs
-    assert [stage.name for stage in graph.entry.stages] == ["before", "mhc", "projections"]
+    assert [stage.name for stage in graph.entry.stages] == ["before", "mhc", "vllm_mhc", "projections"]
     assert "dsv4.mhc_pre.default(" in graph.listing("mhc") and "<- dsv4" in graph.listing("mhc")
     assert graph.report == dsv4_compile.report().to_dict()["graphs"][0] and graph.report["mhc"]
     assert graph.compile_report["requested"]["dump_dir"] == str(tmp_path)
