@@ -148,8 +148,8 @@ def _identity_of_backend() -> str:
 
 def _identify(config: Any, identity: str) -> None:
     """vLLM's keys have the name of a backend in them, and not what `DSV4_OPTIONS` asks it for."""
-    if isinstance(config.additional_config, dict):
-        config.additional_config[_IDENTITY] = identity
+    if isinstance(config.additional_config, dict):  # another engine may have been given the same one
+        config.additional_config = {**config.additional_config, _IDENTITY: identity}
 
 
 def _after(config: Any, is_backend: bool | None) -> None:

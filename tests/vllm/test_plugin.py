@@ -74,6 +74,12 @@ def test_a_key_of_the_configuration_is_enough_and_may_hold_options(lines):
     assert "mhc=reference" in lines[-1]
 
 
+def test_the_users_dictionary_stays_as_it_was(lines):
+    given = {"dsv4": True}
+    assert "dsv4_compile" in make(given).additional_config
+    assert given == {"dsv4": True}
+
+
 def test_the_variable_switches_the_key_off(lines, monkeypatch):
     monkeypatch.setenv("DSV4_VLLM", "0")
     assert hook_of(make({"dsv4": True})) is None and lines == []
