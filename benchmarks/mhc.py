@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import peers  # beside this script, as graph_timing
 import torch
 from graph_timing import REPLAYS, microseconds, sets_beyond_l2  # beside this script
 from torch import Tensor
@@ -136,7 +137,9 @@ def copies(operator: str, tokens: int, hidden: int) -> tuple[float, float]:
 
 
 def implementation(family: str, operator: str) -> Callable[..., Any] | None:
-    """The family's function, or None when it has none; "inductor" is the reference compiled."""
+    """The family's function, or None when it has none; "inductor" is the reference compiled, and peers are others'."""
+    if family in peers.PEERS:
+        return peers.implementation(family, operator)
     name = f"mhc_{operator}"
     if family == "inductor":
         torch._dynamo.reset()  # each row has shapes of its own, and only so many recompilations are allowed
@@ -246,7 +249,9 @@ def table(operators: list[str], tokens: list[int], widths: list[int], families: 
             if run is None:
                 continue
             row[family] = both(run, sets)
-            row[f"{family} error"] = errors(operator, run(*sets[0]), inputs[0]) if n <= 2048 else None
+            out = run(*sets[0])
+            out = out[0] if isinstance(out, tuple) and len(out) == 1 else out
+            row[f"{family} error"] = errors(operator, out, inputs[0]) if n <= 2048 else None
         key = f"{hidden}/{n}" if operator == "post_pre" else f"{operator}/{hidden}/{n}"
         rows[key] = row
         text = "  ".join(f"{k} {v[0]:.2f} {v[1]:.2f}" if isinstance(v, tuple) else f"{k} {v}" for k, v in row.items())
@@ -275,7 +280,11 @@ def main() -> None:
     parser.add_argument("--operator", type=operators_of, default=["post_pre"], help=f"{', '.join(OPERATORS)}, or all")
     parser.add_argument("--tokens", type=lambda t: [int(x) for x in t.split(",")], default=list(TOKENS))
     parser.add_argument("--hidden", type=lambda t: [int(x) for x in t.split(",")], default=list(HIDDEN))
-    parser.add_argument("--families", type=lambda t: t.split(","), default=["cuda", "triton"], help="also inductor")
+    parser.add_argument(
+        "--families",
+        type=lambda t: t.split(","),
+        help=f"cuda and triton, and of {', '.join(peers.PEERS)} what is installed, when left out; also inductor",
+    )
     parser.add_argument("--search", action="store_true", help="time every plan of the CUDA family")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--tiny", action="store_true", help="small rows on a CPU, to see whether this runs")
@@ -283,14 +292,15 @@ def main() -> None:
     if arguments.tiny:
         global DEVICE
         DEVICE = "cpu"
-        arguments.tokens, arguments.hidden, arguments.families = [1, 8], [64], ["cpp"]
+        arguments.tokens, arguments.hidden = [1, 8], [64]
     elif not torch.cuda.is_available():
         raise SystemExit("There is no CUDA device; --tiny runs small rows on the CPU.")
+    families = arguments.families or [*(["cpp"] if arguments.tiny else ["cuda", "triton"]), *peers.present()]
     with torch.no_grad():
         if arguments.search:
             result = search(arguments.tokens, arguments.hidden)
         else:
-            result = table(arguments.operator, arguments.tokens, arguments.hidden, arguments.families)
+            result = table(arguments.operator, arguments.tokens, arguments.hidden, families)
     path = arguments.json or (Path(os.environ["OUT"]) / "mhc.json" if "OUT" in os.environ else None)
     if path is not None:
         from model import environment  # beside this script
