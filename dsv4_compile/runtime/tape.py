@@ -41,7 +41,9 @@ def observe(program: Program, values: list[Any]) -> tuple[list[Any], Observed]:
             value = values[place]
             if isinstance(value, torch.Tensor):
                 seen.layouts[place] = Layout.of(value)
-                source = given.get(value.untyped_storage().data_ptr()) if value.numel() else None
+                # An empty view counts, too: it may hold something in the next call.
+                storage = value.untyped_storage()
+                source = given.get(storage.data_ptr()) if storage.nbytes() else None
                 if source is not None:
                     seen.shares[place] = seen.shares.get(source, source)
     return finish(program, values), seen
