@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -105,7 +106,8 @@ class Runner:
         self._boxed_call = True  # AOTAutograd hands over a list then, to be emptied
 
     def __del__(self) -> None:
-        self._forget(list(self.tapes))
+        if not sys.is_finalizing():
+            self._forget(list(self.tapes))
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         """One call of the graph; empties `inputs`."""

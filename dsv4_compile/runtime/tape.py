@@ -95,9 +95,15 @@ class Segment:
 
 
 def _once(source: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-    """`source` without the repetitions of axes along which it is expanded."""
+    """`source` without the repetitions of axes along which it is expanded.
+
+    Raises:
+        ValueError: it is not expanded, as it was when the graph was recorded.
+    """
     for axis, size in enumerate(buffer.shape):
         if source.shape[axis] != size:
+            if source.stride(axis) != 0:
+                raise ValueError("An input that was expanded when its graph was recorded is not any more.")
             source = source.narrow(axis, 0, 1)
     return source
 
