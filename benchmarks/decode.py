@@ -29,6 +29,8 @@ from typing import Any
 
 import torch
 
+from dsv4_compile.cli import output
+
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
 
 COLUMNS: dict[str, dict[str, Any]] = {
@@ -144,22 +146,40 @@ def main() -> None:
     if arguments.column:
         print(json.dumps(measure(arguments)))
         return
+    if not (arguments.tiny or torch.cuda.is_available()):
+        raise SystemExit("There is no CUDA device; --tiny runs a small model on the CPU.")
     path = arguments.json or (Path(os.environ["OUT"]) / "decode.json" if "OUT" in os.environ else None)
     rows: dict[str, Any] = {}
     for batch in map(int, arguments.batch.split(",")):
-        row = rows[f"batch {batch}"] = {}
+        row: dict[str, Any] = {}
+        rows[f"batch {batch}"] = row
+        first: list[Any] | None = None
         for column in arguments.columns:
             cell = row[column] = in_a_process(column, batch, arguments)
-            first = next(iter(row.values()))
-            if "tokens" in cell and "tokens" in first:
-                cell["same"] = all(a == b for a, b in zip(cell["tokens"], first["tokens"], strict=False))
-            print(f"batch {batch} {column}: { ({k: v for k, v in cell.items() if k != 'tokens'}) }", flush=True)
+            tokens = cell.pop("tokens", None)
+            first = first or tokens
+            if tokens and first:
+                cell["same"] = all(a == b for a, b in zip(tokens, first, strict=False))
+            print(f"batch {batch} {column}: {cell}", flush=True)
             if path is not None:
-                kept = {
-                    b: {c: {k: v for k, v in d.items() if k != "tokens"} for c, d in r.items()} for b, r in rows.items()
-                }
-                text = {"environment": environment(), "method": "see benchmarks/decode.py", "rows": kept}
+                text = {"environment": environment(), "method": "see benchmarks/decode.py", "rows": rows}
                 path.write_text(json.dumps(text, indent=1) + "\n")
+    show(rows)
+
+
+def show(rows: dict[str, Any]) -> None:
+    """The cells as a table."""
+    names = ("tokens_per_s", "steady_ms", "slow_steps", "slow_s", "same", "graphs", "replays")
+    body = [
+        (row, column, *(_text(cell.get(name)) for name in names))
+        for row, cells in rows.items()
+        for column, cell in cells.items()
+    ]
+    output.table("A generation with a growing cache", ("row", "column", *names), body, right=range(2, len(names) + 2))
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

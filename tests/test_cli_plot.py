@@ -26,6 +26,7 @@ DATA: dict[str, Any] = {
     "projections": {"rows": {"flash/1": {"ours": 2.0, "floor": 1.0}, "flash/64": {"ours": 3.0, "floor": 1.0}}},
     "model": {"model": "tiny", "rows": {"decode-1": {"eager": {"ms": 2.0}, "dsv4": {"ms": 1.0}}}},
     "compile-time": {"rows": {"layers/4": {"inductor": {"seconds": 9.0}, "dsv4": {"seconds": 8.0}}}},
+    "decode": {"rows": {"batch 1": {"dsv4": {"tokens_per_s": 90.0, "steady_ms": 9.0}, "inductor": {"error": "no"}}}},
     "dump": {"layers": 2, "seconds": {"dsv4": {"total": 2.0, "passes": 1.0}, "dsv4 with a dump": {"total": 3.0}}},
 }
 

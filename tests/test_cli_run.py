@@ -107,7 +107,7 @@ def test_bench_names_the_benchmarks_there_are():
     assert "there are projections, mhc, model, compile-time, dump" in done.stderr
 
 
-@pytest.mark.parametrize("name", ["projections", "mhc", "model", "compile-time", "dump"])
+@pytest.mark.parametrize("name", ["projections", "mhc", "model", "compile-time", "dump", "decode"])
 def test_bench_hands_arguments_to_the_benchmark(name):
     done = command("bench", name, "--help")
     assert done.returncode == 0, done.stderr
@@ -135,7 +135,7 @@ def test_benchmarks_need_nothing_that_is_not_installed_with_the_package():
 def test_a_benchmark_without_a_card_says_so_in_a_sentence():
     if torch.cuda.is_available():
         pytest.skip("there is a card")
-    for name in ("mhc", "projections", "model"):
+    for name in ("mhc", "projections", "model", "decode"):
         done = command("bench", name)
         assert done.returncode == 1
         assert re.fullmatch(r"There is no CUDA device; --tiny runs .* on the CPU\.\n", done.stderr)

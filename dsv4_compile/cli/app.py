@@ -321,7 +321,9 @@ def _bench(
     name: Annotated[
         str,
         typer.Argument(
-            metavar="NAME", help="projections, mhc, model, compile-time or dump.", autocompletion=_benchmark_names
+            metavar="NAME",
+            help="projections, mhc, model, compile-time, dump or decode.",
+            autocompletion=_benchmark_names,
         ),
     ],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="For the benchmark.")] = None,

@@ -26,6 +26,7 @@ NAMES = {
     "model": "model",
     "compile-time": "compile_time",
     "dump": "dump",
+    "decode": "decode",
 }
 """Benchmarks by name, and their files."""
 

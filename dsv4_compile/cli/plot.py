@@ -186,7 +186,7 @@ def _cells(data: Any, field_name: str, unit: str, title: str) -> list[Panel]:
     panel = Panel(title, unit)
     for row, cells in data["rows"].items():
         for column, cell in cells.items():
-            panel.add(column, row.replace("/", " "), cell[field_name])
+            panel.add(column, row.replace("/", " "), cell.get(field_name))
     return [panel]
 
 
@@ -196,6 +196,11 @@ def _model(data: Any) -> list[Panel]:
 
 def _compile_time(data: Any) -> list[Panel]:
     return _cells(data, "seconds", "seconds", "the first call, with empty caches")
+
+
+def _decode(data: Any) -> list[Panel]:
+    speed = _cells(data, "tokens_per_s", "tokens a second", "a generation, compilations counted")
+    return [*speed, *_cells(data, "steady_ms", "milliseconds a step, median", "one step")]
 
 
 def _dump(data: Mapping[str, Any]) -> list[Panel]:
@@ -212,4 +217,5 @@ _READERS: dict[str, Callable[[Any], list[Panel]]] = {
     "model": _model,
     "compile-time": _compile_time,
     "dump": _dump,
+    "decode": _decode,
 }
