@@ -118,7 +118,7 @@ def graph_passes(options: Options) -> GraphPasses:
     passes: list[GraphPass] = []
     if options.mhc != "off":
         passes.append(MhcPass(options.mhc, options.deterministic))
-        if "vllm" in sys.modules:  # nobody else has its operators
+        if "vllm" in sys.modules or "DSV4_VLLM_MHC" in os.environ:  # nobody else has its operators
             passes.append(VllmMhcPass(options.mhc, options.deterministic))
     if options.projections != "off":
         passes.append(ProjectionsPass(options.projections, options.num_streams, options.stream_max_tokens))
