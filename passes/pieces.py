@@ -114,6 +114,8 @@ class _Levels:
     def __init__(self, nodes: Sequence[Node], reasons: dict[Node, str], static: Collection[Node]):
         self.nodes, self.reasons, self.static = nodes, reasons, static
         self.needs = {node: _needs(node) for node in nodes}
+        self.in_order: set[Node] = set()
+        """What has effects, and what reads memory that is written: it cannot be done at any time."""
         self._order_effects()
         for node in nodes:
             parent = _parent(node)
@@ -130,9 +132,11 @@ class _Levels:
             if last is not None:
                 self.needs[node].append(last)
             last = node
+            self.in_order.add(node)
             for alias in {alias for target in _written(node) for alias in _aliases(_root(target))}:
                 for user in alias.users:
                     if user in position and user is not node:
+                        self.in_order.add(user)
                         before = position[user] < position[node]
                         self.needs[node if before else user].append(user if before else node)
 
@@ -158,7 +162,7 @@ class _Levels:
         """What needs parameters only waits for its first reader, or all layers' casts would be made up front."""
         active: set[Node] = set()
         for node in self.nodes:
-            if _has_effect(node) or any(n in active or self._is_activation(n) for n in node.all_input_nodes):
+            if node in self.in_order or any(n in active or self._is_activation(n) for n in node.all_input_nodes):
                 active.add(node)
         for node in reversed(self.nodes):
             if node in active or any(user not in levels for user in node.users) or not node.users:

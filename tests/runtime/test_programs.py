@@ -25,7 +25,7 @@ def traced(seed: int) -> tuple[GraphModule, int]:
 
     def function(x: Tensor, y: Tensor, w: Tensor, v: Tensor, buffer: Tensor) -> tuple[Tensor, ...]:
         choose = random.Random(seed)
-        values = [x, y, buffer * 1]
+        values = [x, y, buffer * 1, buffer + 0.5]
         for _ in range(STEPS):
             a, b = choose.choice(values), choose.choice(values)
             kind = choose.randrange(10)
@@ -48,8 +48,8 @@ def traced(seed: int) -> tuple[GraphModule, int]:
                 values.append(w.relu().sum() * a)
             else:
                 values.append(torch.tanh(a) + b * 0.3)
-        buffer.copy_(values[-1] * 0.5)
-        results = choose.sample(values[3:], 4)
+        buffer.copy_(choose.choice(values) * 0.5)
+        results = choose.sample(values[4:], 4)
         return (*results, results[0].reshape(-1), values[-1].t())
 
     inputs = [torch.randn(ROWS, WIDTH) for _ in range(2)] + [torch.randn(WIDTH, WIDTH) for _ in range(2)]

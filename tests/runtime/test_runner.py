@@ -376,3 +376,33 @@ def test_without_cuda_graphs_the_device_is_the_reason() -> None:
     with torch.no_grad(), pytest.raises(Exception, match="there are no CUDA graphs on cpu"):
         compiled(Plain(), strict=True, mhc="off", projections="off")(torch.randn(3, 16))
     torch._dynamo.reset()
+
+
+class Old(nn.Module):
+    """Reads a buffer before it writes it, and needs the old value behind a cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.register_buffer("state", torch.zeros(3, 16))
+
+    def forward(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+        old = self.state * 2 + 1
+        h = torch.tanh(self.a(x)).sin().cos()
+        self.state.copy_(h)
+        cache = torch.cat([cache, h])
+        late = torch.softmax(h @ cache.T, -1) @ cache
+        return torch.tanh(self.b(late)).sin() * 3 + old, cache
+
+
+def test_an_old_value_that_is_needed_behind_a_cut_is_read_before_it_is_written(recorder: FakeRecorder) -> None:
+    model = Old()
+    twin = copy.deepcopy(model)
+    run = compiled(model)
+    cache = other = torch.randn(4, 16)
+    for _ in range(6):
+        x = torch.randn(3, 16)
+        (got, cache), (expected, other) = run(x, cache), twin(x, other)
+        torch.testing.assert_close(got, expected)
+        torch.testing.assert_close(model.state, twin.state)
+    assert graph().cudagraphs.mode == "piecewise" and graph().cudagraphs.replays >= 3
