@@ -159,6 +159,7 @@ class Assembler:
             self.whole = self.whole or "there is no place to cut it"
         except Exception as error:
             self.pieces.clear()
+            self.cudagraphs.mode = "off"
             brief = (str(error) or "no message").splitlines()[0]
             self.whole = f"it could not be cut ({type(error).__name__}: {brief})"
             logger.warning("A graph is compiled as one piece: %s.", self.whole)

@@ -406,3 +406,16 @@ def test_an_old_value_that_is_needed_behind_a_cut_is_read_before_it_is_written(r
         torch.testing.assert_close(got, expected)
         torch.testing.assert_close(model.state, twin.state)
     assert graph().cudagraphs.mode == "piecewise" and graph().cudagraphs.replays >= 3
+
+
+def test_a_graph_that_could_not_be_cut_is_not_said_to_be_captured(
+    recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise ValueError("no key today")
+
+    monkeypatch.setattr(assembly.keys, "key_of", broken)
+    model, x = Plain(), torch.randn(3, 16)
+    torch.testing.assert_close(compiled(model)(x), model(x))
+    assert graph().cudagraphs.mode == "off"
+    assert "no key today" in graph().cudagraphs.fallbacks[0]["reason"]
