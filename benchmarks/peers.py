@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4_compile.passes.vllm_calls import NAMES
+
 __all__ = ["PEERS", "implementation", "present"]
 
 PEERS = ("vllm",)
@@ -38,20 +40,7 @@ _OPERATORS = {
         "post": (("hc_post_fused_cpu",),),
     },
 }
-# vLLM's names of arguments, and ours.
-_NAMES = {
-    "post_layer_mix": "post",
-    "comb_res_mix": "comb",
-    "hc_fn": "fn",
-    "hc_scale": "scale",
-    "hc_base": "base",
-    "hc_pre_eps": "pre_eps",
-    "hc_eps": "pre_eps",
-    "hc_sinkhorn_eps": "sinkhorn_eps",
-    "hc_post_mult_value": "post_mult",
-    "sinkhorn_repeat": "iters",
-    "sinkhorn_iters": "iters",
-}
+_NAMES = {**NAMES, "hc_eps": "pre_eps"}  # the one epsilon of the operators of the CPU
 Values = dict[str, Any]
 
 

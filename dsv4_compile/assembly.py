@@ -66,7 +66,7 @@ class _Plan:
     """Where a graph is cut. `recorder` captures the pieces, when something does."""
 
     placeholders: list[Node]
-    static: list[Node]
+    static: set[Node]
     cuts: list[Cut]
     tokens: Tokens
     recorder: Recorder | None
@@ -83,7 +83,7 @@ def _ahead(plan: _Plan, policy: Policy) -> Ahead | str:
     """How a call of a token count is made up before there is one."""
     if policy.sizes is None:
         return policy.ahead
-    tokens, static = plan.tokens, set(plan.static)
+    tokens, static = plan.tokens, plan.static
     if len(tokens.symbols) != 1:
         return "the token count is fixed here" if not tokens.symbols else "the token count is made of several sizes"
     symbol = next(iter(tokens.symbols))
@@ -174,16 +174,15 @@ class Assembler:
     def _plan(self, graph: Graph, settings: dict[str, Any]) -> _Plan:
         """Where the graph is cut, and what captures the pieces."""
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-        static = [placeholders[i] for i in settings.get("static_input_idxs", ())]
+        static = {placeholders[i] for i in settings.get("static_input_idxs", ())}
         recorder = self._recorder(placeholders)
         if recorder is None:
             return _Plan(placeholders, static, pieces.cut(graph, static), Tokens(), None)
-        tokens = capturability.tokens_of(graph, set(static))
-        device = _device(placeholders)
-        own = capturability.obstacles(graph, set(static), tokens, device)
-        named = capturability.obstacles(graph, set(static), tokens, device, self.split_ops)
-        whole = self.mode != "piecewise" and not own  # one graph may hold what split_ops names
-        apart = own if whole or self.mode == "full" else named
+        tokens = capturability.tokens_of(graph, static)
+        apart = capturability.obstacles(graph, static, tokens, _device(placeholders))
+        whole = self.mode != "piecewise" and not apart  # one graph may hold what split_ops names
+        if not whole and self.mode != "full":
+            apart |= capturability.named(graph, self.split_ops)
         if self.mode == "full" and apart:
             self._not_captured(f"one graph cannot hold it: {next(iter(apart.values()))}")
             recorder = None
@@ -206,7 +205,7 @@ class Assembler:
 
     def _assemble(self, gm: GraphModule, plan: _Plan, settings: dict[str, Any]) -> Any:
         sizes = Sizes(plan.placeholders)
-        fingerprint, static = _fingerprint(), set(plan.static)
+        fingerprint, static = _fingerprint(), plan.static
         made: list[tuple[str, Extract, Code, str]] = []
         for number, one in enumerate(plan.cuts):
             part = extract(gm, one.nodes, sizes.of)

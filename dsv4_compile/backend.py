@@ -157,14 +157,21 @@ def _inductor(gm: GraphModule, inputs: Sequence[Any], patches: dict[str, Any], d
     if dump is None:
         return compile_fx(gm, inputs, config_patches=patches or None)
 
-    def inner(*args: Any, **kwargs: Any) -> Any:
-        compiled = compile_fx_inner(*args, **kwargs)
-        if code := getattr(compiled, "source_code", ""):
+    # A graph that comes from a cache passes through none of our passes, and there would be nothing to see.
+    patches = {**patches, "fx_graph_cache": False}
+    return compile_fx(gm, inputs, inner_compile=_shown(compile_fx_inner, dump), config_patches=patches)
+
+
+def _shown(inner: Callable[..., Any], dump: GraphDump | None) -> Callable[..., Any]:
+    """`inner`, with the code of what it compiles in the dump; a graph in pieces has none of its own."""
+
+    def shown(*args: Any, **kwargs: Any) -> Any:
+        compiled = inner(*args, **kwargs)
+        if dump is not None and (code := getattr(compiled, "source_code", "")):
             dump.code(code)
         return compiled
 
-    # A graph that comes from a cache passes through none of our passes, and there would be nothing to see.
-    return compile_fx(gm, inputs, inner_compile=inner, config_patches={**patches, "fx_graph_cache": False})
+    return shown
 
 
 def _in_pieces(
@@ -180,13 +187,7 @@ def _in_pieces(
     from torch._inductor.compile_fx import compile_fx
 
     assembler = _assembler(options, graph, None if dump is None else dump.piece)
-
-    def inner(*args: Any, **kwargs: Any) -> Any:
-        compiled = assembler.compile(*args, **kwargs)
-        if dump is not None and (code := getattr(compiled, "source_code", "")):  # it was not cut
-            dump.code(code)
-        return compiled
-
+    inner = _shown(assembler.compile, dump)
     with config.patch(enable_autograd_cache=False):
         compiled = compile_fx(gm, inputs, inner_compile=inner, config_patches=patches or None)
     if assembler.whole is not None:

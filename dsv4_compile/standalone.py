@@ -57,7 +57,7 @@ class StandalonePass(GraphPasses):
         if is_collecting():
             super().__call__(graph)
             return
-        announce(run_alone(super().__call__, graph, self._report("cpu"), self._dump_dir()))
+        announce(run_alone(super().__call__, graph, self._report(), self._dump_dir()))
 
     def uuid(self) -> str:
         dump = "" if self._dump_dir() is None else IDENTITY
@@ -77,13 +77,13 @@ class StandalonePass(GraphPasses):
         )
         return False
 
-    def _report(self, device: str) -> CompileReport:
+    def _report(self) -> CompileReport:
         asked = {**self.options.to_dict(), "dump_dir": self._dump_dir()}
-        return new_report(device, asked, dict(asked))
+        return new_report("cpu", asked, dict(asked))
 
     def _note(self, text: str) -> None:
         graph = GraphReport(id="0", notes=[text])
-        self._report("cpu").graphs.append(graph)
+        self._report().graphs.append(graph)
         announce(graph)
 
 

@@ -10,7 +10,7 @@ symbols (the length of a cache, above all) change from call to call.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import sympy
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from dsv4_compile.passes.extraction import symbols_of
 from dsv4_compile.passes.sites import source_line
 
-__all__ = ["Tokens", "obstacles", "tokens_of"]
+__all__ = ["Tokens", "named", "obstacles", "tokens_of"]
 
 aten = torch.ops.aten
 # Products and the position of their activation among the arguments.
@@ -99,41 +99,43 @@ def _rows(activation: Node) -> int | sympy.Expr:
     return rows
 
 
-def obstacles(
-    graph: Graph, static: Collection[Node], tokens: Tokens, device: torch.device, split_ops: Sequence[str] = ()
-) -> dict[Node, str]:
+def obstacles(graph: Graph, static: Collection[Node], tokens: Tokens, device: torch.device) -> dict[Node, str]:
     """For each operator that no CUDA graph may hold the reason, with the line of the user's code.
 
     Args:
         static: placeholders whose address does not change.
         tokens: as `tokens_of` gives them.
         device: the one to capture on.
-        split_ops: qualified names of operators to leave out.
     """
     found = {}
     for node in graph.nodes:
         if node.op != "call_function":
             continue
         reason = (
-            _named(node, split_ops)
-            or _asks_the_host(node)
+            _asks_the_host(node)
             or _of_the_process(node)
             or _elsewhere(node, device)
             or _writes(node, static)
             or _follows(node, tokens)
         )
         if reason is not None:
-            line = source_line(node)
-            found[node] = f"{_name(node)}: {reason}" + (f" ({line})" if line else "")
+            found[node] = _sentence(node, reason)
     return found
+
+
+def named(graph: Graph, split_ops: Collection[str]) -> dict[Node, str]:
+    """The operators that somebody wants left out, by their qualified names, as `obstacles` has them."""
+    calls = (node for node in graph.nodes if node.op == "call_function" and _name(node) in split_ops)
+    return {node: _sentence(node, "it is one of split_ops") for node in calls}
+
+
+def _sentence(node: Node, reason: str) -> str:
+    line = source_line(node)
+    return f"{_name(node)}: {reason}" + (f" ({line})" if line else "")
 
 
 def _name(node: Node) -> str:
     return str(node.target._schema.name) if isinstance(node.target, torch._ops.OpOverload) else node.name
-
-
-def _named(node: Node, split_ops: Sequence[str]) -> str | None:
-    return "it is one of split_ops" if _name(node) in split_ops else None
 
 
 def _asks_the_host(node: Node) -> str | None:

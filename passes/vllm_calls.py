@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from dsv4_compile.passes.region import are, shape, value
 
-__all__ = ["Call", "Kind", "arguments_of", "head_of", "name_of", "own_product", "parse"]
+__all__ = ["NAMES", "Call", "Kind", "arguments_of", "head_of", "name_of", "own_product", "parse"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ _KINDS = {
     "vllm::mhc_fused_post_pre_tilelang": Kind("post_pre", _FUSED, True),
 }
 # What vLLM calls an argument, and we. Those that only choose a plan mean nothing to us.
-_NAMES = {
+NAMES = {
     "post_layer_mix": "post",
     "comb_res_mix": "comb",
     "hc_fn": "fn",
@@ -182,7 +182,7 @@ def arguments_of(node: Node) -> dict[str, Any]:
         named["residual"] = named.pop("x")
         named["pre_eps"] = named["sinkhorn_eps"] = named.pop("hc_eps", None)
         named["post_mult"] = 2.0  # written into the kernel
-    return {_NAMES.get(k, k): v for k, v in named.items() if k not in _PLANS}
+    return {NAMES.get(k, k): v for k, v in named.items() if k not in _PLANS}
 
 
 def _named(node: Node) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from dsv4_compile.passes.extraction import Extract, is_size, symbol_of
 
-__all__ = ["Code", "Program", "Sizes", "Step", "begin", "finish", "program", "run_step"]
+__all__ = ["Code", "Program", "Sizes", "Step", "begin", "finish", "program", "run_step", "run_steps"]
 
 
 class Code:
@@ -194,6 +194,13 @@ def run_step(step: Step, values: list[Any]) -> None:
         values[i] = None
     for place, value in zip(step.outputs, step.code.run(arguments), strict=True):
         values[place] = value
+
+
+def run_steps(program: Program, values: list[Any]) -> list[Any]:
+    """Calls all pieces in turn; returns the results of the graph."""
+    for step in program.steps:
+        run_step(step, values)
+    return finish(program, values)
 
 
 def finish(program: Program, values: Sequence[Any]) -> list[Any]:

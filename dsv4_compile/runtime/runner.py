@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dsv4_compile.report import CudaGraphs
-from dsv4_compile.runtime.program import Program, begin, finish, run_step
+from dsv4_compile.runtime.program import Program, begin, run_steps
 from dsv4_compile.runtime.recorder import Recorder
 from dsv4_compile.runtime.tape import Segment, Tape, observe, record
 from dsv4_compile.verification import difference
@@ -63,10 +63,7 @@ class CaptureError(RuntimeError):
 
 def plain(program: Program, inputs: list[Any]) -> list[Any]:
     """One call, piece by piece."""
-    values = begin(program, inputs)
-    for step in program.steps:
-        run_step(step, values)
-    return finish(program, values)
+    return run_steps(program, begin(program, inputs))
 
 
 _total = 0
@@ -117,25 +114,20 @@ class Runner:
         with recorder.lock:
             if self._passing or not recorder.enter():  # the caller may record us: our graphs have no place in that
                 self._passing = max(0, self._passing - 1)
-                return self._plain(values)
+                return run_steps(self.program, values)
             if not self._ahead_done:
                 self._record_ahead(values)
             if key not in self.tapes:
                 return self._first(key, values)
             tape = self.tapes[key]
             if tape is None:
-                return self._plain(values)
+                return run_steps(self.program, values)
             if not recorder.unmoved(values, tape.addresses, tape.guarded):
                 return self._moved(key, values)
             self.report.replays += 1
             if self.unverified.get(key, 0):
                 return self._verified(key, tape, values)
             return tape.play(program, values)
-
-    def _plain(self, values: list[Any]) -> list[Any]:
-        for step in self.program.steps:
-            run_step(step, values)
-        return finish(self.program, values)
 
     # ------------------------------------------------------------------------------------------------------ recording
 
@@ -146,7 +138,7 @@ class Runner:
         if refusal is not None:
             self.tapes[key] = None
             self._note(refusal, count)
-            return self._plain(values)
+            return run_steps(self.program, values)
         return self._record(key, values)
 
     def _refusal(self, count: int) -> str | None:
@@ -207,7 +199,7 @@ class Runner:
         if self.moves[key] > MAX_MOVES:
             self.tapes[key] = None
             self._fell_back(f"parameters have moved {self.moves[key]} times", self.program.count(key))
-            return self._plain(values)
+            return run_steps(self.program, values)
         return self._record(key, values)
 
     def _record_ahead(self, values: list[Any]) -> None:
@@ -251,9 +243,7 @@ class Runner:
                     entry(values)
             else:
                 entry(values)
-        for place in tape.lent:
-            values[place] = values[place].clone()
-        return finish(self.program, values)
+        return tape.results(self.program, values)
 
     def _fell_back(self, reason: str, tokens: int | None, piece: str = "") -> None:
         self._note(reason, tokens, piece)

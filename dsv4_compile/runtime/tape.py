@@ -10,7 +10,7 @@ use it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,9 +135,13 @@ class Tape:
         return sum(segment.recording.bytes for segment in self.segments)
 
     def play(self, program: Program, values: list[Any]) -> list[Any]:
-        """One call; returns the results, none of which lies in the pool."""
+        """One call; returns the results."""
         for entry in self.entries:
             entry(values)
+        return self.results(program, values)
+
+    def results(self, program: Program, values: list[Any]) -> list[Any]:
+        """Those of a call whose entries have run; none of them lies in the pool."""
         for place in self.lent:
             values[place] = values[place].clone()
         return finish(program, values)
@@ -257,8 +261,3 @@ class _Call:
 
     def __call__(self, values: list[Any]) -> None:
         run_step(self.step, values)
-
-
-def captured_steps(tapes: Mapping[Any, Tape]) -> set[str]:
-    """The names of the steps that are in a graph of one of `tapes`."""
-    return {step.name for tape in tapes.values() for segment in tape.segments for step in segment.steps}
