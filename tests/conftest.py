@@ -1,8 +1,12 @@
 """What every test gets: a skip where it needs an absent CUDA device, and a `torch.compile` that has seen nothing."""
 
+import sys
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch._dynamo
+import torch._inductor.config
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -34,3 +38,16 @@ def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
 def checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every graph that a test compiles is proved to be safe on several streams, before and after each pass."""
     monkeypatch.setenv("DSV4_CHECK", "1")
+
+
+@pytest.fixture
+def cold() -> Iterator[None]:
+    """Inductor compiles: nothing comes from a cache."""
+    with torch._inductor.config.patch(force_disable_caches=True):
+        yield
+
+
+@pytest.fixture
+def no_reports() -> None:
+    """The process keeps 64 reports, so what is counted in a test starts from none."""
+    sys.modules["dsv4_compile.report"]._reports.clear()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import operator
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,11 +23,12 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
 import dsv4_compile
-from dsv4_compile import verification
 from dsv4_compile.kernels.linear import packing
 from dsv4_compile.passes.mhc import MhcPass
 from tests.passes.test_mhc import error, oracle_of, residual
 from tests.spellings import NEAR_MISSES, SPELLINGS, Stack, deepseek_post, hf_post, hf_pre
+
+pytestmark = pytest.mark.usefixtures("no_reports")
 
 FORMS = ["pre", "post_pre", "post"]
 STRATEGIES = ["streams", "pack", "serial"]
@@ -68,12 +68,6 @@ def forms() -> list[str]:
 
 def strategies() -> list[str]:
     return [group.strategy for graph in dsv4_compile.report().graphs for group in graph.projections]
-
-
-@pytest.fixture(autouse=True)
-def no_reports() -> None:
-    """The process keeps 64 reports, so what is counted here starts from none."""
-    sys.modules["dsv4_compile.report"]._reports.clear()
 
 
 def notes() -> str:
@@ -351,13 +345,6 @@ class Recorder(CustomGraphPass):
         return "recorder"
 
 
-@pytest.fixture
-def cold():
-    """Inductor compiles: nothing comes from a cache."""
-    with inductor_config.patch(force_disable_caches=True):
-        yield
-
-
 @pytest.mark.parametrize("by_option", [True, False], ids=["options", "configuration"])
 def test_pass_of_the_user_runs_before_ours_and_stays(by_option, cold):
     mine, after = Recorder(), Recorder()
@@ -437,156 +424,6 @@ def test_pass_that_fails_raises_under_strict(monkeypatch):
     break_pass(monkeypatch)
     with pytest.raises(Exception, match="no such residual"):
         without_grad(compiled(stack(), strict=True), residual(0, 1, 3, 4, 64))
-
-
-# --------------------------------------------------------------------------------------------------------------- verify
-
-
-def spoil(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel family of the CPU adds a quarter to every new residual."""
-    from dsv4_compile.kernels.mhc import cpp
-
-    good = cpp.mhc_post
-    monkeypatch.setattr(cpp, "mhc_post", lambda *args: good(*args) + 0.25)
-
-
-def test_verify_passes_a_right_graph():
-    module, x = stack(), residual(0, 2, 3, 4, 64)
-    run = compiled(module, verify=2)
-    for _ in range(4):
-        assert error(without_grad(run, x), oracle_of(module, x)) < 1e-6
-    assert forms() == FORMS
-    assert notes() == "verify: 2 of the first 2 calls were compared, and none differed"
-
-
-def test_verify_drops_a_wrong_graph_and_says_so(monkeypatch):
-    module, x = stack(), residual(0, 2, 3, 4, 64)
-    torch.testing.assert_close(without_grad(compiled(module), x), without_grad(module, x), rtol=1e-4, atol=1e-5)
-    assert dsv4_compile.report().graphs[0].mhc[0].kernel == "cpp"
-    torch._dynamo.reset()
-    spoil(monkeypatch)
-    assert error(without_grad(compiled(module), x), oracle_of(module, x)) > 1e-3, "the kernel is wrong indeed"
-    torch._dynamo.reset()
-    run = compiled(module, verify=2)
-    for _ in range(4):
-        assert error(without_grad(run, x), oracle_of(module, x)) < 1e-6
-    assert "dropped" in notes()
-    assert notes().count("dropped") == 1
-
-
-class Counting(nn.Module):
-    """Writes into its state in every call."""
-
-    def __init__(self, state: Tensor):
-        super().__init__()
-        self.inner = Branches()
-        self.state = state if isinstance(state, nn.Parameter) else nn.Buffer(state)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        self.state.add_(x.mean(0))
-        return (*self.inner(x + self.state), self.state * 2)
-
-
-def in_a_list(state: Tensor) -> None:
-    torch._foreach_add_([state], 1.0)
-
-
-def by_keyword(state: Tensor) -> None:
-    torch.transpose(input=state, dim0=0, dim1=1).add_(1.0)
-
-
-def by_out(state: Tensor) -> None:
-    torch.add(state, 1.0, out=state)
-
-
-@pytest.mark.parametrize("write", [in_a_list, by_keyword, by_out])
-def test_verify_finds_every_way_to_write_a_parameter(write):
-    class Writing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.state = nn.Parameter(torch.zeros(3, 3), requires_grad=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            write(self.state)
-            return x + self.state
-
-    module = Writing()
-    run = compiled(module, verify=2)
-    for count in (1.0, 2.0, 3.0):
-        assert torch.equal(without_grad(run, torch.ones(3, 3)), torch.full((3, 3), 1 + count))
-        assert torch.equal(module.state, torch.full((3, 3), count))
-    assert notes() == "verify: 2 of the first 2 calls were compared, and none differed"
-
-
-@pytest.mark.parametrize("name", ["iadd", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ilshift"])
-def test_verify_knows_the_operators_that_write(name):
-    graph = Graph()
-    state, other = graph.placeholder("state"), graph.placeholder("other")
-    graph.output(graph.call_function(getattr(operator, name), (state, other)))
-    assert 0 in verification._written(torch.fx.GraphModule(nn.Module(), graph))
-
-
-def test_verify_compares_infinities_and_complex_numbers():
-    inf, nan = torch.tensor([torch.inf, 1.0]), torch.tensor([torch.nan, 1.0])
-    same = [(inf, inf), (nan, nan), (torch.tensor([1 + 2j]), torch.tensor([1 + 2j]))]
-    assert all(verification.difference([a], [b]) is None for a, b in same)
-    one = torch.tensor([1.0, 1.0])
-    other = [
-        (inf, -inf),
-        (nan, inf),
-        (inf, nan),
-        (nan, one),
-        (inf, one),
-        (one, nan),
-        (torch.tensor([1 + 2j]), torch.tensor([1 + 3j])),
-    ]
-    assert all(verification.difference([a], [b]) is not None for a, b in other)
-
-
-@pytest.mark.parametrize("parameter", [False, True], ids=["buffer", "parameter"])
-def test_verify_writes_into_state_once(parameter):
-    start = torch.zeros(16)
-    module = Counting(nn.Parameter(start.clone()) if parameter else start.clone()).requires_grad_(False)
-    eager = copy.deepcopy(module)
-    x = torch.randn(3, 16)
-    run = compiled(module, verify=1, projections="serial")
-    for _ in range(3):
-        for a, b in zip(run(x), eager(x), strict=True):
-            torch.testing.assert_close(a, b)
-    torch.testing.assert_close(module.state, eager.state)
-    assert notes() == "verify: 1 of the first 1 calls were compared, and none differed"
-
-
-@pytest.mark.parametrize(
-    "view",
-    [lambda x: x[:, ::2], lambda x: x[:1].expand(4, 6, 16), lambda x: x.transpose(0, 1)],
-    ids=["strided", "expanded", "transposed"],
-)
-def test_verify_takes_inputs_of_any_layout(view, cold):
-    module = Branches()
-    x = view(torch.randn(4, 6, 16))
-    run = compiled(module, compiler="inductor", verify=1, projections="serial")
-    for _ in range(2):
-        for a, b in zip(without_grad(run, x), without_grad(module, x), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    assert notes() == "verify: 1 of the first 1 calls were compared, and none differed"
-
-
-def test_verify_leaves_random_numbers_to_the_uncompiled_graph():
-    """Inductor's decompositions draw others than eager, so there is nothing to compare, and nothing is dropped."""
-
-    class Dropped(Branches):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            return super().forward(nn.functional.dropout(x, 0.5, training=True))
-
-    module, x = Dropped(), torch.randn(3, 16)
-    run = compiled(module, verify=2, projections="serial")
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        got = without_grad(run, x)
-        torch.manual_seed(seed)
-        torch.testing.assert_close(got, without_grad(module, x))
-    assert "draws random numbers" in notes() and "dropped" not in notes()
 
 
 # ------------------------------------------------------------------------------------------------------ reports, dumps
@@ -782,60 +619,6 @@ def test_inputs_that_share_memory_and_are_written(projections):
     assert torch.equal(x, y)
     if projections == "pack":
         assert packing.already_packed([module.a.weight, module.b.weight, module.c.weight]), notes()
-
-
-class Decorated(nn.Module):
-    """A method compiled by its author, called with and without its keyword arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.branches = Branches()
-
-    @torch.compile(backend="dsv4", options={"compiler": "eager"})
-    def mixed(self, x: Tensor, *, scale: float = 3.0, shift: Tensor | None = None) -> Tensor:
-        out = torch.cat(self.branches(x), -1) * scale
-        return out if shift is None else out + shift
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.mixed(x), self.mixed(x, scale=0.5, shift=torch.ones(24))
-
-
-class Given(Decorated):
-    """All arguments given: Dynamo 2.13, with every backend, cannot guard the defaults of a decorated method that it
-    inlines."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.mixed(x, scale=3.0, shift=None), self.mixed(x, scale=0.5, shift=torch.ones(24))
-
-
-@pytest.mark.parametrize(("make", "outer"), [(Decorated, None), (Given, "pack")], ids=["alone", "in_a_compiled_model"])
-def test_method_compiled_inside_with_keyword_defaults(make, outer):
-    module, x = make(), torch.randn(3, 16)
-    out = without_grad(module if outer is None else compiled(module, projections=outer), x)
-    plain = without_grad(lambda t: torch.cat(module.branches(t), -1), x)
-    torch.testing.assert_close(out, (plain * 3, plain * 0.5 + 1))
-    assert strategies()
-
-
-def test_submodule_compiled_inside_with_keyword_defaults():
-    class Inner(Branches):
-        def forward(self, x: Tensor, *, scale: float = 3.0, shift: Tensor | None = None) -> Tensor:
-            out = torch.cat(super().forward(x), -1) * scale
-            return out if shift is None else out + shift
-
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Inner()
-            self.inner.compile(backend="dsv4", options={"compiler": "eager"})
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return self.inner(x), self.inner(x, scale=0.5, shift=torch.ones(24))
-
-    module, x = Outer(), torch.randn(3, 16)
-    plain = without_grad(lambda t: torch.cat(Branches.forward(module.inner, t), -1), x)
-    for run in (module, compiled(module, projections="pack")):
-        torch.testing.assert_close(without_grad(run, x), (plain * 3, plain * 0.5 + 1))
 
 
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import dsv4_compile
 from dsv4_compile import assembly
 from tests.recorder import FakeRecorder
+from tests.test_backend import Branches, compiled, strategies, without_grad
 
 
 class Decorated(nn.Module):
@@ -116,3 +117,49 @@ def test_a_compiled_function_is_called_by_name_and_by_keyword() -> None:
     with torch.no_grad():
         got = torch.compile(outer, backend="dsv4", options={"compiler": "eager"})(x)
     torch.testing.assert_close(got, x @ weight * 2 + x * 0.5 + x * 2, rtol=1e-5, atol=1e-5)
+
+
+class Mixed(nn.Module):
+    """A method compiled by its author, called with and without its keyword arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = Branches()
+
+    @torch.compile(backend="dsv4", options={"compiler": "eager"})
+    def mixed(self, x: Tensor, *, scale: float = 3.0, shift: Tensor | None = None) -> Tensor:
+        out = torch.cat(self.branches(x), -1) * scale
+        return out if shift is None else out + shift
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.mixed(x), self.mixed(x, scale=0.5, shift=torch.ones(24))
+
+
+@pytest.mark.parametrize("outer", [None, "pack"], ids=["alone", "in_a_compiled_model"])
+def test_method_compiled_inside_with_keyword_defaults(outer: str | None) -> None:
+    module, x = Mixed(), torch.randn(3, 16)
+    out = without_grad(module if outer is None else compiled(module, projections=outer), x)
+    plain = without_grad(lambda t: torch.cat(module.branches(t), -1), x)
+    torch.testing.assert_close(out, (plain * 3, plain * 0.5 + 1))
+    assert strategies()
+
+
+def test_submodule_compiled_inside_with_keyword_defaults() -> None:
+    class Inner(Branches):
+        def forward(self, x: Tensor, *, scale: float = 3.0, shift: Tensor | None = None) -> Tensor:
+            out = torch.cat(super().forward(x), -1) * scale
+            return out if shift is None else out + shift
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner()
+            self.inner.compile(backend="dsv4", options={"compiler": "eager"})
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.inner(x), self.inner(x, scale=0.5, shift=torch.ones(24))
+
+    module, x = Outer(), torch.randn(3, 16)
+    plain = without_grad(lambda t: torch.cat(Branches.forward(module.inner, t), -1), x)
+    for run in (module, compiled(module, projections="pack")):
+        torch.testing.assert_close(without_grad(run, x), (plain * 3, plain * 0.5 + 1))
