@@ -164,7 +164,7 @@ class Assembler:
             self.whole = f"it could not be cut ({type(error).__name__}: {brief})"
             logger.warning("A graph is compiled as one piece: %s.", self.whole)
             logger.debug("Cutting failed", exc_info=True)
-        if self.mode not in ("off", "auto") and self.cudagraphs.mode == "off":
+        if self.mode != "off" and not self.cudagraphs.fallbacks:
             self._not_captured(self.whole)
         return (self.compile_piece or compile_fx_inner)(gm, example_inputs, **settings)
 

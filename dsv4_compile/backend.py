@@ -35,14 +35,14 @@ from dsv4_compile.runtime.runner import Policy
 from dsv4_compile.scalars import fix_model_floats
 from dsv4_compile.vllm.log import announce
 
-__all__ = ["StrictError", "dsv4", "graph_passes"]
+__all__ = ["CAPTURING", "StrictError", "cuts", "dsv4", "first_effective", "graph_passes"]
 
 logger = logging.getLogger("dsv4_compile")
 
 _GRADIENTS = "the graph needs gradients (run the model under torch.no_grad() or torch.inference_mode())"
 watch()
 
-_MODES = ("full", "piecewise", "full_and_piecewise")
+CAPTURING = ("full", "piecewise", "full_and_piecewise")
 """Values of `cudagraphs` for which graphs are cut and captured."""
 _MOST_GRAPHS = 128
 """To which Dynamo's limit of graphs for one function is raised, at most."""
@@ -100,7 +100,7 @@ def dsv4(
         graph.nodes = graph.nodes or size  # the passes, which count those of the functional graph, did not run
         _settle(report, graph, collected, chosen)
         memory.pack(collected, example_inputs, graph)
-        if _cuts(chosen):
+        if cuts(chosen):
             _make_room(report)
         if dump is not None and dump.problem is not None:
             graph.notes.append(dump.problem)
@@ -141,12 +141,12 @@ def _compile(
         logger.warning("Graph %s is compiled without replacements: %s.", graph.id, _GRADIENTS)
         passes = None
     if options.compiler == "eager":
-        in_pieces = passes is not None and _cuts(options)
+        in_pieces = passes is not None and cuts(options)
         observe = None if dump is None else dump.piece
         return _eager(gm, inputs, passes, _assembler(options, graph, observe) if in_pieces else None)
     if passes is not None:
         patches = {**patches, HOOK: chained(passes, patches)}
-        if _cuts(options):
+        if cuts(options):
             return _in_pieces(gm, inputs, options, patches, graph, dump)
     return _inductor(gm, inputs, patches, dump)
 
@@ -197,7 +197,7 @@ def _in_pieces(
 
 def _assembler(options: Options, graph: GraphReport, observe: Callable[[str, Graph, str], None] | None) -> Assembler:
     """One that writes into the report of the graph."""
-    asked = options.cudagraphs in _MODES
+    asked = options.cudagraphs in CAPTURING
     policy = Policy(options.capture_sizes, options.capture_memory, options.verify, strict=options.strict and asked)
     return Assembler(
         mode=options.cudagraphs if asked else "off",
@@ -286,7 +286,7 @@ def _settle(report: CompileReport, graph: GraphReport, collected: Collected, opt
     if options.mhc == "auto" and graph.mhc and not isinstance(report.effective["mhc"], Mapping):
         family = graph.mhc[0].kernel
         report.effective["mhc"] = {"value": family, "reason": f"the family for {report.device}"}
-    if options.cudagraphs in _MODES and graph.cudagraphs.mode != options.cudagraphs:
+    if options.cudagraphs in CAPTURING and graph.cudagraphs.mode != options.cudagraphs:
         reasons = [one["reason"] for one in graph.cudagraphs.fallbacks]
         reason = reasons[0] if reasons else "the best that this graph allows"
         report.effective["cudagraphs"] = {"value": graph.cudagraphs.mode, "reason": reason}
@@ -317,7 +317,7 @@ def _enforce(options: Options, report: CompileReport, graph: GraphReport, collec
     missed: list[Missed] = [m for m in graph.missed if m.kind in (named or asked)]
     if missed:
         raise StrictError(f"Graph {graph.id}: {missed[0].kind} at {missed[0].site} was left alone: {missed[0].reason}.")
-    if options.cudagraphs in _MODES and graph.cudagraphs.mode == "off":
+    if options.cudagraphs in CAPTURING and graph.cudagraphs.mode == "off":
         raise StrictError(
             f"Graph {graph.id}: cudagraphs={options.cudagraphs!r} was asked for and nothing is captured: "
             f"{graph.cudagraphs.fallbacks[0]['reason']}."
@@ -342,7 +342,7 @@ def _report_of(options: Options, inputs: Sequence[Any]) -> CompileReport:
     device = next((str(x.device) for x in inputs if isinstance(x, torch.Tensor) and x.device.type != "cpu"), "cpu")
     if device.startswith("cuda"):
         device = f"{device} ({torch.cuda.get_device_name(device)})"
-    report = new_report(device, options.to_dict(), _first_effective(options))
+    report = new_report(device, options.to_dict(), first_effective(options))
     if caller is not None:
         _by_caller.append((weakref.ref(caller), identity, report))
     return report
@@ -358,7 +358,8 @@ def _caller() -> Any:
         return None
 
 
-def _first_effective(options: Options) -> dict[str, Any]:
+def first_effective(options: Options) -> dict[str, Any]:
+    """What runs for `options`, before any graph is known: a value, or {"value", "reason"} where another one does."""
     effective: dict[str, Any] = options.to_dict()
     if options.cudagraphs == "auto":
         effective["cudagraphs"] = {"value": "off", "reason": _NO_CAPTURE}
@@ -368,9 +369,9 @@ def _first_effective(options: Options) -> dict[str, Any]:
     return effective
 
 
-def _cuts(options: Options) -> bool:
+def cuts(options: Options) -> bool:
     """Whether graphs are compiled piece by piece."""
-    return options.cudagraphs in _MODES or os.environ.get("DSV4_PIECES") == "1"
+    return options.cudagraphs in CAPTURING or os.environ.get("DSV4_PIECES") == "1"
 
 
 def _make_room(report: CompileReport) -> None:
@@ -389,7 +390,7 @@ def _make_room(report: CompileReport) -> None:
 
 def _without_effect(options: Options) -> list[tuple[str, str]]:
     """Options that are set and do nothing here, with the reason."""
-    if options.cudagraphs in _MODES:
+    if options.cudagraphs in CAPTURING:
         return []
     return [(name, _NO_CAPTURE) for name in _FOR_CAPTURE if getattr(options, name) not in (None, ())]
 

@@ -63,10 +63,10 @@ class StaticDeepseekV4Cache(Cache):
         kinds = list(getattr(config, "layer_types", ()))
         if getattr(config, "model_type", "") != "deepseek_v4" or len(cache.layers) != len(kinds):
             raise ValueError(f"The cache has {len(cache.layers)} layers and is not one of this DeepSeek-V4.")
-        if not 0 < length < max_length:
-            raise ValueError(
-                f"The cache holds {length} tokens; a static one needs at least 1 and fewer than {max_length}."
-            )
+        if length == 0:
+            raise ValueError("The cache holds 0 tokens: it must have seen a prompt.")
+        if length >= max_length:
+            raise ValueError(f"The cache holds {length} tokens, and max_length={max_length} leaves no room for a step.")
         absent = None if attention_mask is None else attention_mask[:, -length:] == 0
         layers = [
             _layer(layer, kind, config, max_length, absent) for layer, kind in zip(cache.layers, kinds, strict=True)

@@ -72,7 +72,8 @@ class RaggedBuffers:
 
         Raises:
             CapacityError: too many rows or entries; the buffers are as before.
-            ValueError: another number of axes or another dtype, or on the host an `indptr` that does not fit.
+            ValueError: another number of axes or another dtype, or on the host an `indptr` that does not fit or numbers
+                too large for the dtype of the buffers. What is on the device is not looked at.
         """
         self._check(indices, indptr)
         with torch.cuda.device_of(self.indices):
@@ -88,11 +89,19 @@ class RaggedBuffers:
             if stage is not None:
                 stage.sent()
 
+    def _holds(self, tensor: torch.Tensor) -> bool:
+        limits = torch.iinfo(self.indices.dtype)
+        return not tensor.numel() or (int(tensor.min()) >= limits.min and int(tensor.max()) <= limits.max)
+
     def _check(self, indices: torch.Tensor, indptr: torch.Tensor) -> None:
         for name, tensor in (("indices", indices), ("indptr", indptr)):
             if tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64):
                 raise ValueError(
                     f"{name} must be one row of int32 or int64, and it is {tensor.dtype}{list(tensor.shape)}."
+                )
+            if tensor.device.type == "cpu" and not self._holds(tensor):
+                raise ValueError(
+                    f"{name} has numbers that {self.indices.dtype} does not hold; give the buffers dtype=torch.int64."
                 )
         total, rows = indices.shape[0], indptr.shape[0] - 1
         if rows < 0:

@@ -109,6 +109,7 @@ def test_an_update_on_the_edge_of_the_capacity() -> None:
         (torch.arange(3), torch.tensor([0, 3, 2, 3]), "must go up"),
         (torch.arange(3), torch.tensor([1, 3]), "from 0"),
         (torch.arange(0), torch.empty(0, dtype=torch.int32), "it is empty"),
+        (torch.tensor([2**31 + 5]), torch.tensor([0, 1]), "torch.int32 does not hold"),
     ],
 )
 def test_what_is_no_ragged_row_is_refused(indices: Tensor, indptr: Tensor, sentence: str) -> None:
