@@ -5,12 +5,13 @@
 
 The model is that of benchmarks/model.py: Flash's widths, four layers, bfloat16, random weights. Each cell is a process.
 It fills the cache of transformers with a prompt, eagerly, and then feeds token by token, each step timed by the host's
-clock between two waits for the device. Dynamo makes a graph for each phase of the cache, so compilations and recordings
-happen in the middle. Reported are
+clock between two waits for the device. `dsv4-static` goes on with `StaticDeepseekV4Cache`. With the cache of transformers
+Dynamo makes a graph for each phase, so compilations and recordings happen in the middle. Reported are
 
 - `tokens_per_s`: from step `--skip` to the end, everything counted, compilations and recordings as well;
 - `steady_ms`: the median step of those;
 - `slow_steps`: how many took more than ten times the median (a compilation or a recording), and their `slow_s`;
+- `slow`: those and the ones before `--skip`, each with its seconds;
 - `same`: whether the greedy tokens of the steps are those of the first column (bfloat16: rounding may part them);
 - for this backend `graphs`, `captured` and `compiled` pieces of the last one, `replays` and `bytes`.
 """
@@ -38,6 +39,7 @@ COLUMNS: dict[str, dict[str, Any]] = {
     "inductor-ro": {"backend": "inductor", "mode": "reduce-overhead"},
     "dsv4": {"backend": "dsv4"},
     "dsv4-pieces": {"backend": "dsv4", "options": {"cudagraphs": "piecewise"}},
+    "dsv4-static": {"backend": "dsv4", "options": {"cudagraphs": "full"}},
 }
 PROMPT = 1000
 
@@ -48,6 +50,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     from transformers import DynamicCache
 
     from dsv4_compile.backend import dsv4
+    from dsv4_compile.huggingface import ATTENTION, StaticDeepseekV4Cache
 
     if "dsv4" not in torch._dynamo.list_backends():  # a checkout that is not installed
         torch._dynamo.register_backend(dsv4, name="dsv4")
@@ -62,6 +65,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        if arguments.column == "dsv4-static":
+            cache = StaticDeepseekV4Cache.of(cache, model, shape[1] + arguments.steps)
+            model.set_attn_implementation(ATTENTION)
         model.compile(**COLUMNS[arguments.column])
         return _decode(model, cache, logits[:, -1].argmax(-1, keepdim=True), arguments)
 
@@ -90,6 +96,7 @@ def _decode(model: Any, cache: Any, token: torch.Tensor, arguments: argparse.Nam
         "slow_steps": len(slow),
         "slow_s": sum(slow),
         "first_s": sum(seconds[: arguments.skip]),
+        "slow": {str(i): round(s, 2) for i, s in enumerate(seconds) if s > 10 * median},
         "tokens": tokens,
     }
     return result | (_report() if arguments.column.startswith("dsv4") else {})

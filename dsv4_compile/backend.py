@@ -35,7 +35,7 @@ from dsv4_compile.runtime.runner import Policy
 from dsv4_compile.scalars import fix_model_floats
 from dsv4_compile.vllm.log import announce
 
-__all__ = ["CAPTURING", "StrictError", "cuts", "dsv4", "first_effective", "graph_passes"]
+__all__ = ["CAPTURING", "StrictError", "capture_of", "cuts", "dsv4", "first_effective", "graph_passes"]
 
 logger = logging.getLogger("dsv4_compile")
 
@@ -46,7 +46,7 @@ CAPTURING = ("full", "piecewise", "full_and_piecewise")
 """Values of `cudagraphs` for which graphs are cut and captured."""
 _MOST_GRAPHS = 128
 """To which Dynamo's limit of graphs for one function is raised, at most."""
-_NO_CAPTURE = "only cudagraphs='full', 'piecewise' and 'full_and_piecewise' capture"
+_AUTO = "full_and_piecewise"
 _FOR_CAPTURE = ("capture_sizes", "capture_memory", "split_ops")
 
 
@@ -82,32 +82,33 @@ def dsv4(
         return _inductor(gm, example_inputs, patches)
     if chosen.mhc != "off":
         fix_model_floats(gm)
-    report = _report_of(chosen, example_inputs)
+    report = _report_of(chosen, example_inputs, patches)
     graph = GraphReport(id=_graph_id(report))
     report.graphs.append(graph)
     key = memory.key_of(gm, example_inputs, chosen, patches)
+    mode = capture_of(chosen, _device_type(example_inputs), patches)[0]
     original = verification.copy_of(gm) if chosen.verify else None
     size = len(gm.graph.nodes)
     with recording(chosen.dump_dir, report, graph, gm) as dump:
         start = time.perf_counter()
         with collecting() as collected:
             try:
-                compiled = _compile(gm, example_inputs, chosen, patches, graph, dump)
+                compiled = _compile(gm, example_inputs, chosen, patches, mode, graph, dump)
             except Exception:
                 _take_up(graph, collected)  # what the passes did before may say why
                 raise
         _fill(graph, collected, time.perf_counter() - start, chosen, key, dump)
         graph.nodes = graph.nodes or size  # the passes, which count those of the functional graph, did not run
-        _settle(report, graph, collected, chosen)
+        _settle(report, graph, collected, chosen, mode)
         memory.pack(collected, example_inputs, graph)
-        if cuts(chosen):
+        if cuts(mode):
             _make_room(report)
         if dump is not None and dump.problem is not None:
             graph.notes.append(dump.problem)
         logger.info("%s", report)
         announce(graph)
         if chosen.strict:
-            _enforce(chosen, report, graph, collected)
+            _enforce(chosen, mode, report, graph, collected)
     if original is not None:
         compiled = verification.verified(compiled, original, chosen.verify, graph)
     return compiled
@@ -132,6 +133,7 @@ def _compile(
     inputs: Sequence[Any],
     options: Options,
     patches: dict[str, Any],
+    mode: str,
     graph: GraphReport,
     dump: GraphDump | None,
 ) -> Callable[..., Any]:
@@ -141,13 +143,13 @@ def _compile(
         logger.warning("Graph %s is compiled without replacements: %s.", graph.id, _GRADIENTS)
         passes = None
     if options.compiler == "eager":
-        in_pieces = passes is not None and cuts(options)
+        in_pieces = passes is not None and cuts(mode)
         observe = None if dump is None else dump.piece
-        return _eager(gm, inputs, passes, _assembler(options, graph, observe) if in_pieces else None)
+        return _eager(gm, inputs, passes, _assembler(options, mode, graph, observe) if in_pieces else None)
     if passes is not None:
         patches = {**patches, HOOK: chained(passes, patches)}
-        if cuts(options):
-            return _in_pieces(gm, inputs, options, patches, graph, dump)
+        if cuts(mode):
+            return _in_pieces(gm, inputs, patches, _assembler(options, mode, graph, dump and dump.piece), graph, dump)
     return _inductor(gm, inputs, patches, dump)
 
 
@@ -177,8 +179,8 @@ def _shown(inner: Callable[..., Any], dump: GraphDump | None) -> Callable[..., A
 def _in_pieces(
     gm: GraphModule,
     inputs: Sequence[Any],
-    options: Options,
     patches: dict[str, Any],
+    assembler: Assembler,
     graph: GraphReport,
     dump: GraphDump | None,
 ) -> Any:
@@ -186,7 +188,6 @@ def _in_pieces(
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx
 
-    assembler = _assembler(options, graph, None if dump is None else dump.piece)
     inner = _shown(assembler.compile, dump)
     with config.patch(enable_autograd_cache=False):
         compiled = compile_fx(gm, inputs, inner_compile=inner, config_patches=patches or None)
@@ -195,12 +196,14 @@ def _in_pieces(
     return compiled
 
 
-def _assembler(options: Options, graph: GraphReport, observe: Callable[[str, Graph, str], None] | None) -> Assembler:
+def _assembler(
+    options: Options, mode: str, graph: GraphReport, observe: Callable[[str, Graph, str], None] | None
+) -> Assembler:
     """One that writes into the report of the graph."""
-    asked = options.cudagraphs in CAPTURING
-    policy = Policy(options.capture_sizes, options.capture_memory, options.verify, strict=options.strict and asked)
+    strict = options.strict and options.cudagraphs in CAPTURING
+    policy = Policy(options.capture_sizes, options.capture_memory, options.verify, strict=strict)
     return Assembler(
-        mode=options.cudagraphs if asked else "off",
+        mode=mode,
         policy=policy,
         split_ops=options.split_ops,
         observe=observe,
@@ -279,14 +282,14 @@ def _take_up(graph: GraphReport, collected: Collected) -> None:
         graph.add(result)
 
 
-def _settle(report: CompileReport, graph: GraphReport, collected: Collected, options: Options) -> None:
+def _settle(report: CompileReport, graph: GraphReport, collected: Collected, options: Options, mode: str) -> None:
     """Records where something else happened than was asked for."""
     for result in collected.results:
         report.fell_back(result)
     if options.mhc == "auto" and graph.mhc and not isinstance(report.effective["mhc"], Mapping):
         family = graph.mhc[0].kernel
         report.effective["mhc"] = {"value": family, "reason": f"the family for {report.device}"}
-    if options.cudagraphs in CAPTURING and graph.cudagraphs.mode != options.cudagraphs:
+    if mode in CAPTURING and graph.cudagraphs.mode != options.cudagraphs:
         reasons = [one["reason"] for one in graph.cudagraphs.fallbacks]
         reason = reasons[0] if reasons else "the best that this graph allows"
         report.effective["cudagraphs"] = {"value": graph.cudagraphs.mode, "reason": reason}
@@ -296,7 +299,7 @@ def _settle(report: CompileReport, graph: GraphReport, collected: Collected, opt
         report.effective["projections"] = {"value": ", ".join(strategies), "reason": reason}
 
 
-def _enforce(options: Options, report: CompileReport, graph: GraphReport, collected: Collected) -> None:
+def _enforce(options: Options, mode: str, report: CompileReport, graph: GraphReport, collected: Collected) -> None:
     """Raises when a requested optimisation matched nothing or fell back."""
     if graph.notes and "without replacements" in graph.notes[0]:
         raise StrictError(f"Graph {graph.id}: {graph.notes[0]}.")
@@ -322,7 +325,7 @@ def _enforce(options: Options, report: CompileReport, graph: GraphReport, collec
             f"Graph {graph.id}: cudagraphs={options.cudagraphs!r} was asked for and nothing is captured: "
             f"{graph.cudagraphs.fallbacks[0]['reason']}."
         )
-    for option, reason in _without_effect(options):
+    for option, reason in _without_effect(options, mode):
         if option in options.explicit:
             raise StrictError(f"{option}={getattr(options, option)!r} was asked for and has no effect: {reason}.")
 
@@ -331,7 +334,7 @@ def _enforce(options: Options, report: CompileReport, graph: GraphReport, collec
 _by_caller: list[tuple[weakref.ref[Any], str, CompileReport]] = []
 
 
-def _report_of(options: Options, inputs: Sequence[Any]) -> CompileReport:
+def _report_of(options: Options, inputs: Sequence[Any], patches: dict[str, Any]) -> CompileReport:
     """The report of the `torch.compile` call that is compiling, a new one at its first graph."""
     caller = _caller()
     identity = options.fingerprint()
@@ -342,7 +345,8 @@ def _report_of(options: Options, inputs: Sequence[Any]) -> CompileReport:
     device = next((str(x.device) for x in inputs if isinstance(x, torch.Tensor) and x.device.type != "cpu"), "cpu")
     if device.startswith("cuda"):
         device = f"{device} ({torch.cuda.get_device_name(device)})"
-    report = new_report(device, options.to_dict(), first_effective(options))
+    effective = first_effective(options, _device_type(inputs), patches)
+    report = new_report(device, options.to_dict(), effective)
     if caller is not None:
         _by_caller.append((weakref.ref(caller), identity, report))
     return report
@@ -358,20 +362,40 @@ def _caller() -> Any:
         return None
 
 
-def first_effective(options: Options) -> dict[str, Any]:
+def first_effective(options: Options, device: str, patches: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """What runs for `options`, before any graph is known: a value, or {"value", "reason"} where another one does."""
     effective: dict[str, Any] = options.to_dict()
-    if options.cudagraphs == "auto":
-        effective["cudagraphs"] = {"value": "off", "reason": _NO_CAPTURE}
-    for option, reason in _without_effect(options):
-        effective[option] = {"value": DEFAULTS[option], "reason": reason}
-        logger.warning("%s=%r has no effect: %s.", option, getattr(options, option), reason)
+    mode, reason = capture_of(options, device, patches)
+    if mode != options.cudagraphs:
+        effective["cudagraphs"] = {"value": mode, "reason": reason}
+    for option, why in _without_effect(options, mode):
+        effective[option] = {"value": DEFAULTS[option], "reason": why}
+        logger.warning("%s=%r has no effect: %s.", option, getattr(options, option), why)
     return effective
 
 
-def cuts(options: Options) -> bool:
-    """Whether graphs are compiled piece by piece."""
-    return options.cudagraphs in CAPTURING or os.environ.get("DSV4_PIECES") == "1"
+def capture_of(options: Options, device: str, patches: Mapping[str, Any] | None = None) -> tuple[str, str]:
+    """How graphs on a type of device are captured, and why when that is not what the option says.
+
+    Args:
+        patches: settings of Inductor.
+    """
+    if options.cudagraphs != "auto":
+        return options.cudagraphs, ""
+    if device != "cuda" or torch.version.hip is not None:
+        return "off", f"there are no CUDA graphs on {'ROCm' if device == 'cuda' else device}"
+    if (patches or {}).get("triton.cudagraphs"):
+        return "off", "Inductor captures"
+    if options.compiler == "eager":
+        return "off", "compiler='eager' runs a graph node by node, unless capture is asked for"
+    if "vllm" in sys.modules:
+        return "off", "vLLM captures"
+    return _AUTO, "one CUDA graph where it can hold the call, else pieces"
+
+
+def cuts(mode: str) -> bool:
+    """Whether graphs are compiled piece by piece where they are captured as `mode` says."""
+    return mode in CAPTURING or os.environ.get("DSV4_PIECES") == "1"
 
 
 def _make_room(report: CompileReport) -> None:
@@ -388,11 +412,16 @@ def _make_room(report: CompileReport) -> None:
         logger.info("torch._dynamo.config.recompile_limit is %d from now on, was %d.", config.recompile_limit, limit)
 
 
-def _without_effect(options: Options) -> list[tuple[str, str]]:
-    """Options that are set and do nothing here, with the reason."""
-    if options.cudagraphs in CAPTURING:
+def _without_effect(options: Options, mode: str) -> list[tuple[str, str]]:
+    """Options that are set and do nothing where graphs are captured as `mode` says, with the reason."""
+    if mode in CAPTURING:
         return []
-    return [(name, _NO_CAPTURE) for name in _FOR_CAPTURE if getattr(options, name) not in (None, ())]
+    return [(name, "nothing is captured") for name in _FOR_CAPTURE if getattr(options, name) not in (None, ())]
+
+
+def _device_type(inputs: Sequence[Any]) -> str:
+    """Of the device that a graph with these inputs is on."""
+    return next((x.device.type for x in inputs if isinstance(x, torch.Tensor) and x.device.type != "cpu"), "cpu")
 
 
 def _graph_id(report: CompileReport) -> str:

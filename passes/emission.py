@@ -14,23 +14,29 @@ from torch.fx.node import map_arg
 
 from dsv4_compile.passes.region import aten, prims, shape, value
 
-__all__ = ["call", "cast", "item", "reshape_rows", "transpose"]
+__all__ = ["call", "cast", "item", "renew", "reshape_rows", "transpose"]
 
 
 def call(graph: Graph, target: Any, args: tuple[Any, ...], like: Node | None = None, **constants: Any) -> Node:
     """A call of `target` at the insertion point; its fake value is computed, its origin is taken from `like`."""
     node = graph.call_function(target, args, constants)
-    fake = map_arg(args, value)
-    tensors = [a for a in _flatten(fake) if isinstance(a, torch.Tensor)]
-    mode = tensors[0].fake_mode if isinstance(tensors[0], FakeTensor) else nullcontext()
-    with mode, torch.no_grad():
-        node.meta["val"] = target(*fake, **constants)
+    renew(node)
     source = like if like is not None else next(iter(node.all_input_nodes))
     for key in ("nn_module_stack", "stack_trace", "seq_nr"):
         if key in source.meta:
             node.meta[key] = source.meta[key]
     node.meta["dsv4_helper"] = True
     return node
+
+
+def renew(node: Node) -> None:
+    """Computes the fake value of a call from those of its arguments."""
+    args, kwargs = map_arg((node.args, node.kwargs), value)
+    first = next(a for a in _flatten(args) if isinstance(a, torch.Tensor))
+    mode = first.fake_mode if isinstance(first, FakeTensor) else nullcontext()
+    target: Any = node.target
+    with mode, torch.no_grad():
+        node.meta["val"] = target(*args, **kwargs)
 
 
 def item(graph: Graph, node: Node, index: int) -> Node:

@@ -59,9 +59,9 @@ def extract(gm: GraphModule, piece: Sequence[Node], sizes: Callable[[sympy.Symbo
     copies: dict[Node, Any] = dict(fixed)
     for position, node in enumerate(inputs):
         copies[node] = graph.placeholder(f"input_{position}")
-        copies[node].meta["val"] = node.meta["val"]
+        copies[node].meta["val"] = _renewed(node.meta["val"])
     for position, symbol in enumerate(symbols):
-        graph.placeholder(f"size_{position}").meta["val"] = sizes(symbol)
+        graph.placeholder(f"size_{position}").meta["val"] = _renewed(sizes(symbol))
     attributes: dict[str, Any] = {}
     for constant in (n for n in read if n.op == "get_attr"):
         name = f"constant_{len(attributes)}"
@@ -76,6 +76,14 @@ def extract(gm: GraphModule, piece: Sequence[Node], sizes: Callable[[sympy.Symbo
     written = {n.args[0] for n in piece if n.target is torch.ops.aten.copy_.default}
     writes = tuple(i for i, node in enumerate(inputs) if node in written)
     return Extract(module, tuple(inputs), tuple(symbols), tuple(outputs), writes)
+
+
+def _renewed(value: Any) -> Any:
+    """A size under the name that its symbol has now: Inductor declares a size that is an input by its first name, and
+    reads it by the one with which it was found equal since."""
+    if not isinstance(value, torch.SymInt) or value.node.expr is value.node._expr:
+        return value
+    return value.node.shape_env.create_symintnode(value.node.expr, hint=value.node.hint)
 
 
 def _copy(piece: Sequence[Node], graph: Graph, copies: dict[Node, Any]) -> None:

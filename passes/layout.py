@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from dsv4_compile.passes.emission import call
+from dsv4_compile.passes.emission import call, renew
 from dsv4_compile.passes.region import CUT, RESHAPE, VIEW, aten, packet, packets, value
 
 __all__ = ["with_new_strides"]
@@ -47,6 +47,8 @@ def with_new_strides(graph: Graph, node: Node) -> None:
     for reader in readers:
         if packet(reader) in RESHAPE:
             reader.target = aten.reshape.default
+        if _is_followed(reader):
+            renew(reader)
 
 
 def _readers(node: Node) -> Iterator[Node]:
@@ -58,13 +60,17 @@ def _readers(node: Node) -> Iterator[Node]:
             if user not in seen:
                 seen.add(user)
                 yield user
-                if packet(user) in _FOLLOWED or user.target is operator.getitem:
+                if _is_followed(user):
                     rest.append(user)
+
+
+def _is_followed(reader: Node) -> bool:
+    return packet(reader) in _FOLLOWED or reader.target is operator.getitem
 
 
 def _depends_on_strides(reader: Node, aligned: bool) -> bool:
     target: Any = reader.target
-    if target is operator.getitem or (packet(reader) in _FOLLOWED and target is not aten.view.dtype):
+    if _is_followed(reader) and target is not aten.view.dtype:
         return False
     if not isinstance(target, torch._ops.OpOverload):
         return True

@@ -8,8 +8,8 @@ A linear is a product with a weight that is a graph input (or a view or cast of 
 the activation at the top of their views, permutes and casts; they cannot depend on each other, because all they read
 is that activation and weights. Names play no part.
 
-`auto` on CUDA follows a rule; with `DSV4_MEASURE=1` it emits `grouped_linear`, which chooses by measurement when called
-(`kernels/linear/tuning.py`).
+`auto` on CUDA emits `grouped_linear`, which chooses by measurement when called (`kernels/linear/tuning.py`); with
+`DSV4_MEASURE=0` it follows a rule.
 """
 
 from __future__ import annotations
@@ -155,9 +155,9 @@ class ProjectionsPass:
         obstacle = _pack_obstacle(group.linears) if self.pack else "the parameters are not at hand in this hook"
         tokens = _tokens(group.x)
         if obstacle is None and (tokens is None or tokens <= _PACK_MAX_TOKENS):
-            return "pack", "one product reads all weights (documented default until the choice is measured)"
+            return "pack", "one product reads all weights (the rule: nothing is measured)"
         if self.num_streams and (tokens is None or tokens <= self.stream_max_tokens):
-            return "streams", f"cannot be packed: {obstacle}" if obstacle else "documented default"
+            return "streams", f"cannot be packed: {obstacle}" if obstacle else "the rule: nothing is measured"
         return "serial", f"{tokens} tokens: each product fills the card by itself"
 
     def _apart(self, group: _Group) -> str:
@@ -169,8 +169,8 @@ class ProjectionsPass:
 
 
 def _measures() -> bool:
-    """Whether `auto` is the choice by measurement: not by default, until it has been measured on a card."""
-    return os.environ.get("DSV4_MEASURE") == "1"
+    """Whether `auto` is the choice by measurement; `DSV4_MEASURE=0` makes it a rule."""
+    return os.environ.get("DSV4_MEASURE", "1") != "0"
 
 
 def _device_type(group: _Group) -> str:

@@ -27,7 +27,7 @@ OK, NOTE, PROBLEM = "ok", "note", "problem"
 _STREAMS, _HIDDEN = 4, 4096
 _LANGUAGES = {"cuda": "CUDA C++", "cpp": "C++"}
 _ASKED = "DSV4_OPTIONS asks for it"
-_RULE = "pack, else streams, else as they are; DSV4_MEASURE=1 measures"
+_MEASURED = "timed once for each range of token counts; DSV4_MEASURE=0 follows a rule"
 
 
 @dataclass(frozen=True)
@@ -171,21 +171,22 @@ def _compilation() -> Iterator[Check]:
     """What options lead to in this process: those of `DSV4_OPTIONS`, and the defaults."""
     import torch
 
-    from dsv4_compile.backend import CAPTURING, cuts, first_effective
+    from dsv4_compile.backend import CAPTURING, capture_of, cuts, first_effective
     from dsv4_compile.runtime.recorder import recorder_of
 
     options, is_cuda = _in_force(), torch.cuda.is_available()
-    effective, device = first_effective(options), torch.device("cuda" if is_cuda else "cpu")
+    device = torch.device("cuda" if is_cuda else "cpu")
+    effective = first_effective(options, device.type)
     for name in ("projections", "cudagraphs"):
         asked, runs = getattr(options, name), effective[name]
         differs = isinstance(runs, Mapping)
         value, why = (str(runs["value"]), str(runs["reason"])) if differs else (str(runs), "")
         if (name, asked) == ("projections", "auto") and not differs:
-            value, why = ("rule", _RULE) if is_cuda else ("serial", "as they are: as fast on a CPU")
+            value, why = ("measured", _MEASURED) if is_cuda else ("serial", "as they are: as fast on a CPU")
         if name == "cudagraphs" and asked in CAPTURING and recorder_of(device) is None:
             differs, value, why = True, "off", f"there are no CUDA graphs on {device}"
         yield Check(f"{name}={asked!r}", PROBLEM if differs and asked != "auto" else OK, value, why)
-    value = "graphs are cut" if cuts(options) else "a graph is one piece"
+    value = "graphs are cut" if cuts(capture_of(options, device.type)[0]) else "a graph is one piece"
     yield Check("pieces", OK, value, "cudagraphs= and DSV4_PIECES=1 cut graphs")
 
 

@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from dsv4_compile.passes.extraction import Extract, is_size, symbol_of
 
-__all__ = ["Code", "Program", "Sizes", "Step", "begin", "finish", "program", "run_step", "run_steps"]
+__all__ = ["Code", "Program", "Sizes", "Step", "begin", "evaluated", "finish", "function_of", "program", "run_step", "run_steps"]
 
 
 class Code:
@@ -102,6 +102,15 @@ def function_of(expression: sympy.Expr, symbols: Sequence[sympy.Symbol]) -> Call
     arguments = ", ".join(name.name for name in names.values())
     made: Callable[..., Any] = eval(f"lambda {arguments}: {text}", {"math": math, "torch": torch})
     return lambda values: int(made(*values))
+
+
+def evaluated(text: str, values: Mapping[str, int]) -> int:
+    """What the text of a size is worth, given the values of its symbols.
+
+    Raises:
+        NameError: it has symbols that are not in `values`.
+    """
+    return int(eval(text, {"math": math, "torch": torch, **values}))
 
 
 def program(

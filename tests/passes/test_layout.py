@@ -9,8 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
 
 import dsv4_compile
+from dsv4_compile.backend import graph_passes
+from dsv4_compile.options import Options
+from dsv4_compile.passes.pipeline import collecting
 from tests.passes.test_projections import names
 
 
@@ -112,6 +117,35 @@ def test_readers_do_not_notice_under_inductor(read):
     for a, b in zip(out, expected, strict=True):
         torch.testing.assert_close(a, b)
         assert a.stride() == b.stride()
+
+
+class Compared(torch.fx.Interpreter):
+    """Runs a graph and compares the strides of what comes out with what is written at each node."""
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        result = super().run_node(n)
+        if isinstance(result, Tensor) and 0 not in result.shape:
+            significant = [i for i, size in enumerate(result.shape) if size != 1]
+            written = n.meta["val"].stride()
+            assert [written[i] for i in significant] == [result.stride()[i] for i in significant], n.format_node()
+        return result
+
+
+@pytest.mark.parametrize("read", [split_heads, turned, parts, outputs, views_as_outputs], ids=lambda f: f.__name__)
+def test_strides_of_what_is_behind_are_written_in_the_graph(read):
+    """What is compiled in pieces relies on them."""
+    module, seen = Pair(read), []
+
+    def rewritten(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        graph_passes(Options.resolve({"mhc": "off", "projections": "pack"}))(gm.graph)
+        seen.append(any("packed_linear" in str(node.target) for node in gm.graph.nodes))
+        return make_boxed_func(Compared(gm).run)
+
+    with torch.no_grad(), collecting():
+        x = torch.randn(2, 3, 16)
+        backend = aot_autograd(fw_compiler=rewritten, inference_compiler=rewritten)
+        torch.testing.assert_close(torch.compile(module, backend=backend)(x), module(x))
+    assert seen == [True]
 
 
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])

@@ -30,6 +30,7 @@ def fresh() -> object:
         yield
     torch._dynamo.reset()
     gc.collect()
+    torch.cuda.empty_cache()
 
 
 def compiled(module: nn.Module, **options: object) -> nn.Module:
@@ -61,7 +62,8 @@ def test_a_cache_that_grows_is_cut_out_and_the_rest_is_replayed() -> None:
     model = Model().cuda()
     close(generate(compiled(model), 16), generate(model, 16))
     report = graph()
-    assert report.cudagraphs.mode == "piecewise" and report.cudagraphs.replays >= 12 and report.cudagraphs.bytes > 0
+    assert report.cudagraphs.mode == "piecewise" and report.cudagraphs.replays >= 12
+    assert sum(one.cudagraphs.bytes for one in dsv4_compile.report().graphs) > 0  # later ones fit into what is there
     assert {piece.kind for piece in report.pieces} == {"captured", "compiled"}
 
 
