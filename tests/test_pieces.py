@@ -57,7 +57,7 @@ class Stack(nn.Module):
         return self.head(x.mean(0)).log_softmax(-1)
 
 
-def run(module: nn.Module, *inputs: Tensor, **more: object) -> tuple[object, dsv4_compile.GraphReport]:
+def run(module: nn.Module, *inputs: Tensor | int, **more: object) -> tuple[object, dsv4_compile.GraphReport]:
     """What the compiled module returns, compared with eager, and the report of its last graph."""
     compiled = torch.compile(module, backend="dsv4", **more)
     with torch.no_grad():
@@ -139,6 +139,30 @@ def test_sizes_that_are_symbols(monkeypatch: pytest.MonkeyPatch) -> None:
     other = Stack(*(Block(8) for _ in range(5)))
     run(other, torch.randn(9, 8), dynamic=True)
     assert len(compiled) == 2
+
+
+class Longer(Stack):
+    """One row more for each sequence, and rows that know how many they are."""
+
+    def forward(self, x: Tensor, rows: int) -> Tensor:
+        if rows != x.shape[1]:
+            raise ValueError("it has other rows")
+        x = torch.cat([x, x.mean(1, keepdim=True)], 1)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x) + torch.arange(rows + 1)[:, None] / rows
+
+
+def test_sizes_that_grow_and_are_found_equal() -> None:
+    """Strides are sums, which Inductor writes in its own order; and a size that is an input has two names."""
+    module = Longer(*(Block(8) for _ in range(3)))
+    compiled, graph = run(module, torch.randn(3, 5, 8), 5, dynamic=True)
+    assert graph.dynamic and len(graph.pieces) == 3 and not graph.notes
+    for rows in (2, 9, 40):
+        x = torch.randn(3, rows, 8)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x, rows), module(x, rows), rtol=1e-5, atol=1e-6)
+    assert len(dsv4_compile.report().graphs) == 1
 
 
 class Halves(nn.Module):

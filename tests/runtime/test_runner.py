@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import dsv4_compile
-from dsv4_compile import assembly
+from dsv4_compile import assembly, backend
+from dsv4_compile.options import Options
 from dsv4_compile.runtime import runner
 from tests.recorder import FakeRecorder
 
@@ -92,6 +94,42 @@ def test_a_cache_that_grows_is_cut_out_and_the_rest_is_replayed(recorder: FakeRe
     assert all(
         "follows something other than the token count" in p.reason and "test_runner.py" in p.reason for p in apart
     )
+
+
+def test_auto_cuts_what_can_be_captured(recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CUDA device."""
+    monkeypatch.setattr(backend, "_device_type", lambda inputs: "cuda")
+    model = Model(1)
+    expected = generate(model, 8, 1)
+    torch.testing.assert_close(generate(compiled(model, cudagraphs="auto", compiler="inductor"), 8, 1), expected)
+    report = dsv4_compile.report()
+    assert graph().cudagraphs.mode == "piecewise"
+    assert report.effective["cudagraphs"] == {"value": "piecewise", "reason": "the best that this graph allows"}
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "patches", "mode"),
+    [
+        ({}, "cuda", {}, "full_and_piecewise"),
+        ({}, "cpu", {}, "off"),
+        ({}, "cuda", {"triton.cudagraphs": True}, "off"),
+        ({"compiler": "eager"}, "cuda", {}, "off"),
+        ({"cudagraphs": "off"}, "cuda", {}, "off"),
+        ({"cudagraphs": "full", "compiler": "eager"}, "cpu", {}, "full"),
+    ],
+)
+def test_what_auto_stands_for(
+    options: dict[str, str], device: str, patches: dict[str, bool], mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    resolved = Options.resolve(options)
+    found, reason = backend.capture_of(resolved, device, patches)
+    assert found == mode and bool(reason) == (resolved.cudagraphs == "auto")
+
+
+def test_vllm_captures_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", sys)
+    assert backend.capture_of(Options.resolve({}), "cuda") == ("off", "vLLM captures")
 
 
 def test_what_needs_no_cache_is_done_before_it_is_read(recorder: FakeRecorder) -> None:
