@@ -5,7 +5,7 @@
 
 The model is that of benchmarks/model.py: Flash's widths, four layers, bfloat16, random weights. Each cell is a process.
 It fills the cache of transformers with a prompt, eagerly, and then feeds token by token, each step timed by the host's
-clock between two waits for the device. `dsv4-static` goes on with `StaticDeepseekV4Cache`. With the cache of transformers
+clock between two waits for the device. `dsv4-static` goes on with `StaticDeepseekV4Cache`. Of the cache of transformers
 Dynamo makes a graph for each phase, so compilations and recordings happen in the middle. Reported are
 
 - `tokens_per_s`: from step `--skip` to the end, everything counted, compilations and recordings as well;

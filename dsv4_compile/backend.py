@@ -30,6 +30,7 @@ from dsv4_compile.passes.pipeline import Collected, GraphPass, GraphPasses, coll
 from dsv4_compile.passes.projections import ProjectionsPass
 from dsv4_compile.passes.sites import Missed
 from dsv4_compile.passes.vllm_mhc import VllmMhcPass
+from dsv4_compile.phases import foresee
 from dsv4_compile.report import CompileReport, GraphReport, Piece, new_report
 from dsv4_compile.runtime.runner import Policy
 from dsv4_compile.scalars import fix_model_floats
@@ -101,6 +102,7 @@ def dsv4(
         graph.nodes = graph.nodes or size  # the passes, which count those of the functional graph, did not run
         _settle(report, graph, collected, chosen, mode)
         memory.pack(collected, example_inputs, graph)
+        foresee()
         if cuts(mode):
             _make_room(report)
         if dump is not None and dump.problem is not None:
@@ -149,7 +151,8 @@ def _compile(
     if passes is not None:
         patches = {**patches, HOOK: chained(passes, patches)}
         if cuts(mode):
-            return _in_pieces(gm, inputs, patches, _assembler(options, mode, graph, dump and dump.piece), graph, dump)
+            assembler = _assembler(options, mode, graph, None if dump is None else dump.piece)
+            return _in_pieces(gm, inputs, patches, assembler, graph, dump)
     return _inductor(gm, inputs, patches, dump)
 
 

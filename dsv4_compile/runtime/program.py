@@ -17,7 +17,19 @@ from torch.fx import Node
 
 from dsv4_compile.passes.extraction import Extract, is_size, symbol_of
 
-__all__ = ["Code", "Program", "Sizes", "Step", "begin", "evaluated", "finish", "function_of", "program", "run_step", "run_steps"]
+__all__ = [
+    "Code",
+    "Program",
+    "Sizes",
+    "Step",
+    "begin",
+    "evaluated",
+    "finish",
+    "function_of",
+    "program",
+    "run_step",
+    "run_steps",
+]
 
 
 class Code:
