@@ -18,7 +18,7 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -305,9 +305,9 @@ def _is_size(size: int | torch.SymInt, text: str) -> bool:
         return text == str(size)
     expression = size.node.expr
     symbols = sorted(expression.free_symbols, key=str)
-    wanted = function_of(expression, symbols)
+    wanted, known = function_of(expression, symbols), _values_of(size.node.shape_env)
     for scale, shift in ((1, 0), (2, 3), (3, 7)):
-        values = [scale * int(size.node.shape_env.backed_var_to_val[symbol]) + shift for symbol in symbols]
+        values = [scale * int(known[symbol]) + shift for symbol in symbols]
         try:
             if evaluated(text, dict(zip(map(str, symbols), values, strict=True))) != wanted(values):
                 return False
@@ -360,8 +360,14 @@ def _hold(facts: Sequence[sympy.Basic], env: Any, names: dict[sympy.Symbol, symp
 
 def _is_true(env: Any, fact: sympy.Basic) -> bool:
     """Without a guard, for the sizes of now."""
-    value = fact.xreplace(dict(env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val))
+    value = fact.xreplace(dict(_values_of(env)))
     return value is sympy.true or value is True
+
+
+def _values_of(env: Any) -> Mapping[sympy.Symbol, sympy.Integer]:
+    """The values that symbols have now."""
+    known: Mapping[sympy.Symbol, sympy.Integer] = getattr(env, "backed_var_to_val", None) or env.var_to_val
+    return known
 
 
 # Inductor's own settings leave these out, because it asks each pass for its identity.

@@ -292,9 +292,11 @@ def _settle(report: CompileReport, graph: GraphReport, collected: Collected, opt
     if options.mhc == "auto" and graph.mhc and not isinstance(report.effective["mhc"], Mapping):
         family = graph.mhc[0].kernel
         report.effective["mhc"] = {"value": family, "reason": f"the family for {report.device}"}
+    if mode in CAPTURING:  # the first graph may have been on another device
+        report.effective |= {name: report.requested[name] for name in _FOR_CAPTURE}
     if mode in CAPTURING and graph.cudagraphs.mode != options.cudagraphs:
-        reasons = [one["reason"] for one in graph.cudagraphs.fallbacks]
-        reason = reasons[0] if reasons else "the best that this graph allows"
+        reasons = [one["reason"] for one in graph.cudagraphs.fallbacks] or graph.notes
+        reason = reasons[0] if reasons and graph.cudagraphs.mode == "off" else "the best that this graph allows"
         report.effective["cudagraphs"] = {"value": graph.cudagraphs.mode, "reason": reason}
     strategies = sorted({group.strategy for group in graph.projections})
     if options.projections == "auto" and strategies:

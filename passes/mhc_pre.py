@@ -128,7 +128,8 @@ def products(fn: Node) -> list[Node]:
 
 def _match(product: Node, fn: Node, n: int, hidden: int, turned: bool, order: dict[Node, int]) -> PreMatch | str | None:
     """A match, a reason why a lookalike is none, or None when it does not even look like a site."""
-    reason = None
+    reason: str | None = None
+    of_joined: str | None = None  # for a residual whose streams lie one behind the other: many tensors look like that
     for residual in residuals(product, fn, n, hidden):
         dims = shape(residual) or ()
         features = 1 if are(dims[-1:], [n * hidden]) else 2
@@ -147,10 +148,32 @@ def _match(product: Node, fn: Node, n: int, hidden: int, turned: bool, order: di
             if isinstance(match, PreMatch):
                 return match
             reason = match
-        elif features == 2 and reason is None:
+        else:
             stop = region.stopped_by()
-            reason = proof + (f"; {stop}" if stop else "")
-    return reason
+            why = proof + (f"; {stop}" if stop else "")
+            if features == 2:
+                reason = reason or why
+            else:
+                of_joined = of_joined or why
+    return reason or (of_joined if _is_scaled_and_shifted(product, n) else None)
+
+
+_REACH = 40
+"""Operators behind a product in which its scale and base are looked for."""
+
+
+def _is_scaled_and_shifted(product: Node, n: int) -> bool:
+    """Whether parameters of the shapes of scale and base, `[3]` and `[(2+n)*n]`, come in behind `product`."""
+    wanted = {(3,), ((2 + n) * n,)}
+    pending, seen = [product], {product}
+    while pending and len(seen) < _REACH:
+        for user in pending.pop(0).users:
+            if user in seen or user.op != "call_function":
+                continue
+            seen.add(user)
+            pending.append(user)
+            wanted -= {tuple(shape(leaf) or ()) for leaf in map(leaf_of, user.all_input_nodes) if leaf is not None}
+    return not wanted
 
 
 def _proved_match(proof: Proof, case: Case, product: Node) -> PreMatch | str:

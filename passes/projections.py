@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from dsv4_compile.passes.emission import call, item, reshape_rows
 from dsv4_compile.passes.layout import with_new_strides
@@ -150,7 +151,7 @@ class ProjectionsPass:
             return "serial", "asked for"
         if device != "cuda":
             return "serial", f"on {device} one product after the other is as fast, so they stay as they are"
-        if _measures():
+        if _measures() and not any(map(_depends_on_data, group.linears)):
             return "measured", f"measured for each range of token counts at the first call there{self._apart(group)}"
         obstacle = _pack_obstacle(group.linears) if self.pack else "the parameters are not at hand in this hook"
         tokens = _tokens(group.x)
@@ -298,6 +299,8 @@ def _packable(group: _Group) -> list[list[_Linear]]:
 
 def _pack_obstacle(linears: Sequence[_Linear]) -> str | None:
     weights = [linear.weight for linear in linears]
+    if any(_depends_on_data(linear) for linear in linears):
+        return "the number of rows depends on data"
     if any(w.op != "placeholder" for w in weights):
         return "a weight is cast, stored transposed or a part of another tensor"
     if not all(_turns(_operands(linear.node)[2]) for linear in linears):
@@ -309,6 +312,11 @@ def _pack_obstacle(linears: Sequence[_Linear]) -> str | None:
     if any(not value(w).is_contiguous() for w in weights):
         return "a weight is not contiguous"
     return None
+
+
+def _depends_on_data(linear: _Linear) -> bool:
+    """Whether it has an unbacked number of rows. Inductor reads columns of a wider matrix wrongly then."""
+    return bool(free_unbacked_symbols(value(linear.node)))
 
 
 def _streams(group: _Group, count: int) -> list[int]:

@@ -15,6 +15,7 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 import dsv4_compile
 from dsv4_compile.backend import graph_passes
 from dsv4_compile.options import Options
+from dsv4_compile.passes import projections
 from dsv4_compile.passes.pipeline import collecting
 from tests.passes.test_projections import names
 
@@ -244,3 +245,22 @@ def test_permuted_rows_of_a_shared_activation():
             for a, b in zip(torch.compile(module, backend="dsv4", options=options)(x), expected, strict=True):
                 torch.testing.assert_close(a, b)
                 assert a.stride() == b.stride()
+
+
+@pytest.mark.parametrize("strategy", ["pack", "auto"])
+def test_rows_that_depend_on_data_are_not_packed(strategy, monkeypatch):
+    """Inductor reads the wrong columns when the number of rows is unbacked."""
+
+    class Chosen(Pair):
+        def forward(self, x: Tensor, chosen: Tensor) -> Any:
+            return super().forward(x[chosen.nonzero().squeeze(-1)])
+
+    if strategy == "auto":  # as on CUDA
+        monkeypatch.setattr(projections, "_device_type", lambda group: "cuda")
+    module = Chosen(lambda a, b: (a.sum(0), b.view(-1, 2).unbind(1)[1] * 2))
+    inputs = torch.randn(9, 16), torch.tensor([1, 0, 1, 1, 0, 0, 1, 0, 1])
+    with torch.no_grad(), torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(module, backend="dsv4", options={"projections": strategy, "mhc": "off"})
+        for out, expected in zip(compiled(*inputs), module(*inputs), strict=True):
+            torch.testing.assert_close(out, expected)
+    assert names(dsv4_compile.report().graphs[-1]) == [["a", "b"]]

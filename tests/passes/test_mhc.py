@@ -14,12 +14,14 @@ from tests.spellings import (
     SPELLINGS,
     TOKEN_DEPENDENT,
     Constants,
+    Site,
     Stack,
     deepseek_post,
     deepseek_pre,
     hf_post,
     hf_pre,
     raised_post_pre,
+    sinkhorn,
 )
 
 
@@ -417,3 +419,22 @@ def test_the_reason_is_that_of_the_constants_which_go_furthest():
 
     _, graph = run(Stack(averaged, hf_post, layers=1), torch.randn(2, 5, 4, 64))
     assert any("no value equals the collapse" in missed.reason for missed in graph.missed), graph.missed
+
+
+def test_a_site_without_a_tensor_of_all_streams_is_reported():
+    """The streams are tensors of their own, joined for the product and again for the collapse."""
+
+    class Joined(Site):
+        def forward(self, *streams: Tensor) -> Tensor:
+            flat, x = torch.cat(streams, -1), torch.stack(streams, -2)
+            logits = (flat @ self.fn.T) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + 1e-6)
+            pre, post, comb = sinkhorn(logits, self.scale, self.base, self.c)
+            return (pre.unsqueeze(-1) * x).sum(-2) + post.sum(-1, keepdim=True) + comb.sum((-2, -1)).unsqueeze(-1)
+
+    module, streams = Joined(64, Constants(), torch.float32), torch.randn(4, 2, 5, 64).unbind()
+    out, graph = run(module, *streams)
+    assert error(out, oracle_of(module, *streams)) < 1e-6
+    assert forms(graph) == [] and [m.kind for m in graph.missed] == ["mhc"]
+    # A linear of as many outputs is nothing like it.
+    _, graph = run(nn.Sequential(nn.Linear(256, 24), nn.Tanh()), torch.randn(5, 256))
+    assert graph.missed == []
