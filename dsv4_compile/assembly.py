@@ -18,7 +18,7 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -360,14 +360,13 @@ def _hold(facts: Sequence[sympy.Basic], env: Any, names: dict[sympy.Symbol, symp
 
 def _is_true(env: Any, fact: sympy.Basic) -> bool:
     """Without a guard, for the sizes of now."""
-    value = fact.xreplace(dict(_values_of(env)))
+    value = fact.xreplace(_values_of(env))
     return value is sympy.true or value is True
 
 
-def _values_of(env: Any) -> Mapping[sympy.Symbol, sympy.Integer]:
+def _values_of(env: Any) -> dict[sympy.Symbol, sympy.Integer]:
     """The values that symbols have now."""
-    known: Mapping[sympy.Symbol, sympy.Integer] = getattr(env, "backed_var_to_val", None) or env.var_to_val
-    return known
+    return dict(env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val)
 
 
 # Inductor's own settings leave these out, because it asks each pass for its identity.

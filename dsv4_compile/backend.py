@@ -347,11 +347,9 @@ def _report_of(options: Options, inputs: Sequence[Any], patches: dict[str, Any])
     for reference, known, report in _by_caller:
         if caller is not None and reference() is caller and known == identity:
             return report
-    device = next((str(x.device) for x in inputs if isinstance(x, torch.Tensor) and x.device.type != "cpu"), "cpu")
-    if device.startswith("cuda"):
-        device = f"{device} ({torch.cuda.get_device_name(device)})"
-    effective = first_effective(options, _device_type(inputs), patches)
-    report = new_report(device, options.to_dict(), effective)
+    device = _device(inputs)
+    name = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
+    report = new_report(name, options.to_dict(), first_effective(options, _device_type(inputs), patches))
     if caller is not None:
         _by_caller.append((weakref.ref(caller), identity, report))
     return report
@@ -424,9 +422,14 @@ def _without_effect(options: Options, mode: str) -> list[tuple[str, str]]:
     return [(name, "nothing is captured") for name in _FOR_CAPTURE if getattr(options, name) not in (None, ())]
 
 
+def _device(inputs: Sequence[Any]) -> torch.device:
+    """The device that a graph with these inputs is on."""
+    devices = (x.device for x in inputs if isinstance(x, torch.Tensor) and x.device.type != "cpu")
+    return next(devices, torch.device("cpu"))
+
+
 def _device_type(inputs: Sequence[Any]) -> str:
-    """Of the device that a graph with these inputs is on."""
-    return next((x.device.type for x in inputs if isinstance(x, torch.Tensor) and x.device.type != "cpu"), "cpu")
+    return _device(inputs).type
 
 
 def _graph_id(report: CompileReport) -> str:

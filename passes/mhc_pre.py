@@ -148,14 +148,16 @@ def _match(product: Node, fn: Node, n: int, hidden: int, turned: bool, order: di
             if isinstance(match, PreMatch):
                 return match
             reason = match
+        elif features == 2:
+            reason = reason or _why(proof, region)
         else:
-            stop = region.stopped_by()
-            why = proof + (f"; {stop}" if stop else "")
-            if features == 2:
-                reason = reason or why
-            else:
-                of_joined = of_joined or why
+            of_joined = of_joined or _why(proof, region)
     return reason or (of_joined if _is_scaled_and_shifted(product, n) else None)
+
+
+def _why(difference: str, region: Region) -> str:
+    stop = region.stopped_by()
+    return difference + (f"; {stop}" if stop else "")
 
 
 _REACH = 40
