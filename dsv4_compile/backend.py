@@ -23,6 +23,7 @@ from dsv4_compile import memory, verification
 from dsv4_compile.assembly import Assembler
 from dsv4_compile.dump.writer import GraphDump, observe, recording
 from dsv4_compile.hook import HOOK, chained
+from dsv4_compile.kernels import environment
 from dsv4_compile.nested import watch
 from dsv4_compile.options import DEFAULTS, Options, disabled
 from dsv4_compile.passes.mhc import MhcPass
@@ -77,6 +78,7 @@ def dsv4(
         OptionError: an option or its value is not known, or two contradict each other.
         StrictError: under `strict`, when a requested optimisation matched nothing or fell back.
     """
+    environment.check()
     chosen = Options.resolve(options)
     patches = _inductor_patches(mode, chosen)
     if disabled():
@@ -398,7 +400,7 @@ def capture_of(options: Options, device: str, patches: Mapping[str, Any] | None 
 
 def cuts(mode: str) -> bool:
     """Whether graphs are compiled piece by piece where they are captured as `mode` says."""
-    return mode in CAPTURING or os.environ.get("DSV4_PIECES") == "1"
+    return mode in CAPTURING or environment.word("DSV4_PIECES") == "1"
 
 
 def _make_room(report: CompileReport) -> None:

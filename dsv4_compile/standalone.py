@@ -20,7 +20,7 @@ from dsv4_compile.passes.vllm_mhc import VllmMhcPass
 from dsv4_compile.report import CompileReport, GraphReport, new_report
 from dsv4_compile.vllm.log import announce
 
-__all__ = ["MAX_TOKENS_VARIABLE", "StandalonePass", "graph_pass", "post_grad_pass"]
+__all__ = ["MAX_TOKENS_VARIABLE", "StandalonePass", "graph_pass", "post_grad_pass", "token_limit"]
 
 MAX_TOKENS_VARIABLE = "DSV4_VLLM_MAX_TOKENS"
 """Most tokens of the ranges that vLLM compiles with the pass."""
@@ -129,13 +129,18 @@ def graph_pass(options: Mapping[str, Any] | None = None, max_tokens: int | None 
 def _from_environment() -> StandalonePass:
     """The pass that is looked up by name. What is wrong in the environment must not keep an engine from starting."""
     try:
-        return graph_pass(max_tokens=_max_tokens())
+        return graph_pass(max_tokens=token_limit())
     except OptionError as error:
         logger.warning("dsv4: nothing is replaced: %s", error)
         return StandalonePass(Options(), None, str(error).removesuffix("."))
 
 
-def _max_tokens() -> int | None:
+def token_limit() -> int | None:
+    """What `DSV4_VLLM_MAX_TOKENS` says, None where it is not set.
+
+    Raises:
+        OptionError: it is no number.
+    """
     text = os.environ.get(MAX_TOKENS_VARIABLE, "").strip()
     if text and not text.isdecimal():
         raise OptionError(f"{MAX_TOKENS_VARIABLE} must be a number of tokens, and it is {text!r}.")

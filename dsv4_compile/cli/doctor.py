@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -27,6 +28,8 @@ OK, NOTE, PROBLEM = "ok", "note", "problem"
 _STREAMS, _HIDDEN = 4, 4096
 _LANGUAGES = {"cuda": "CUDA C++", "cpp": "C++"}
 _ASKED = "DSV4_OPTIONS asks for it"
+_SIMILAR = 0.75
+"""Similarity from which on the name of a variable is a slip of the pen."""
 _MEASURED = "timed once for each range of token counts; DSV4_MEASURE=0 follows a rule"
 
 
@@ -54,6 +57,7 @@ def checks(vllm: Mapping[str, Any] | None = None) -> list[Check]:
         _kernels,
         _compilation,
         _options,
+        _variables,
         _folders,
         _extras,
         lambda: _vllm(vllm),
@@ -206,6 +210,37 @@ def _options() -> Iterator[Check]:
     )
     if OPTIONS_VARIABLE in found:
         yield Check(OPTIONS_VARIABLE, NOTE, found[OPTIONS_VARIABLE], "stronger than options= of every call")
+
+
+def _variables() -> Iterator[Check]:
+    """Variables with a value that is not understood, and those that look like one of ours and that nobody reads."""
+    from dsv4_compile.dump.limit import LIMIT_VARIABLE, limit
+    from dsv4_compile.kernels import environment
+    from dsv4_compile.options import DISABLE_VARIABLE, NAMES, OPTIONS_VARIABLE, OptionError
+    from dsv4_compile.standalone import MAX_TOKENS_VARIABLE, token_limit
+    from dsv4_compile.vllm.plugin import VARIABLE, switch
+
+    for name in environment.WORDS:
+        if problem := environment.problem(name):
+            yield Check(name, PROBLEM, "cannot be used", problem)
+    readers: dict[str, Callable[[], object]] = {
+        LIMIT_VARIABLE: limit,
+        MAX_TOKENS_VARIABLE: token_limit,
+        VARIABLE: switch,
+    }
+    for name, read in readers.items():
+        try:
+            read()
+        except OptionError as error:
+            yield Check(name, PROBLEM, "cannot be used", str(error))
+    known = (*environment.WORDS, *readers, OPTIONS_VARIABLE, DISABLE_VARIABLE)
+    for name in sorted(name for name in os.environ if name.startswith("DSV4_") and name not in known):
+        option = name.removeprefix("DSV4_").lower()
+        close = difflib.get_close_matches(name, known, n=1, cutoff=_SIMILAR)
+        if option in NAMES:
+            yield Check(name, PROBLEM, "is not read", f"{option!r} is an option; options go into {OPTIONS_VARIABLE}")
+        elif close:
+            yield Check(name, PROBLEM, "is not read", f"{close[0]} was probably meant")
 
 
 def _folders() -> Iterator[Check]:
