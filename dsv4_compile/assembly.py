@@ -133,6 +133,7 @@ class Assembler:
         mode: as the option `cudagraphs`.
         observe: is given the key of each piece, its graph, and the code that Inductor has written for it.
         pieces: for the report.
+        met: for the report: those of `split_ops` that the graph has.
         whole: why the graph was not cut.
     """
 
@@ -143,6 +144,7 @@ class Assembler:
     observe: Callable[[str, Graph, str], None] | None = None
     cudagraphs: CudaGraphs = field(default_factory=CudaGraphs)
     pieces: list[Piece] = field(default_factory=list)
+    met: list[str] = field(default_factory=list)
     compiled: int = 0
     """Pieces that had to be compiled."""
     whole: str | None = None
@@ -151,6 +153,7 @@ class Assembler:
         """As `torch._inductor.compile_fx.compile_fx_inner`, with the same arguments."""
         from torch._inductor.compile_fx import compile_fx_inner
 
+        self.met[:] = capturability.met(gm.graph, self.split_ops)
         try:
             self.whole = _obstacle(settings) or pieces.obstacle(gm)
             plan = None if self.whole else self._plan(gm.graph, settings)

@@ -19,7 +19,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 import dsv4_compile
-from dsv4_compile import memory, verification
+from dsv4_compile import memory, names, verification
 from dsv4_compile.assembly import Assembler
 from dsv4_compile.dump.writer import GraphDump, observe, recording
 from dsv4_compile.hook import HOOK, chained
@@ -75,11 +75,13 @@ def dsv4(
         A callable with the graph's inputs and outputs.
 
     Raises:
-        OptionError: an option or its value is not known, or two contradict each other.
+        OptionError: an option, its value, a setting of Inductor or an operator in it is not known, or two contradict
+            each other.
         StrictError: under `strict`, when a requested optimisation matched nothing or fell back.
     """
     environment.check()
     chosen = Options.resolve(options)
+    names.check(chosen)
     patches = _inductor_patches(mode, chosen)
     if disabled():
         return _inductor(gm, example_inputs, patches)
@@ -214,6 +216,7 @@ def _assembler(
         observe=observe,
         pieces=graph.pieces,
         cudagraphs=graph.cudagraphs,
+        met=graph.split_ops,
     )
 
 
@@ -296,6 +299,10 @@ def _settle(report: CompileReport, graph: GraphReport, collected: Collected, opt
         report.effective["mhc"] = {"value": family, "reason": f"the family for {report.device}"}
     if mode in CAPTURING:  # the first graph may have been on another device
         report.effective |= {name: report.requested[name] for name in _FOR_CAPTURE}
+        met = [name for name in options.split_ops if any(name in one.split_ops for one in report.graphs)]
+        if len(met) < len(options.split_ops):
+            reason = names.absence([name for name in options.split_ops if name not in met])
+            report.effective["split_ops"] = {"value": met, "reason": reason}
     if mode in CAPTURING and graph.cudagraphs.mode != options.cudagraphs:
         reasons = [one["reason"] for one in graph.cudagraphs.fallbacks] or graph.notes
         reason = reasons[0] if reasons and graph.cudagraphs.mode == "off" else "the best that this graph allows"

@@ -70,7 +70,8 @@ class GraphReport:
 
     `pieces` and `cudagraphs` describe capture, and change while the graph runs; Inductor's own CUDA graphs
     (`mode="reduce-overhead"`) are not counted here. `streams` is how many auxiliary streams the graph asks
-    for, at most the option `num_streams`; on a device without streams it asks and gets none.
+    for, at most the option `num_streams`; on a device without streams it asks and gets none. `split_ops` are those of
+    the option that the graph has.
     """
 
     id: str
@@ -83,6 +84,7 @@ class GraphReport:
     pieces: list[Piece] = field(default_factory=list)
     cudagraphs: CudaGraphs = field(default_factory=CudaGraphs)
     streams: int = 0
+    split_ops: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def measured(self) -> list[ProjectionGroup]:

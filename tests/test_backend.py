@@ -92,6 +92,10 @@ def without_grad(module: Callable[..., Any], *inputs: Any) -> Any:
         ({"projection": "pack"}, "'projections'"),
         ({"mhc": "tritton"}, "'triton'"),
         ({"projections": "streams", "num_streams": 0}, "contradict each other"),
+        ({"inductor": {"max_autotun": True}}, "'max_autotun', which torch._inductor.config has not; .* 'max_autotune'"),
+        ({"inductor": {"nosuch": 1}}, "Option 'inductor' has 'nosuch', which torch._inductor.config has not"),
+        ({"split_ops": ["aten::sofmax"]}, "'aten::sofmax', and there is no such operator; .*'aten::softmax'"),
+        ({"split_ops": ["aten::sum.dim_List"]}, "no such operator; .*'aten::sum'"),
     ],
 )
 def test_message_of_a_wrong_option_reaches_the_caller(options, message):

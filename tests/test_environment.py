@@ -83,6 +83,12 @@ def test_doctor_lists_a_wrong_value(name, monkeypatch):
     assert check.value == "cannot be used" and name in check.detail and "'sometimes'" in check.detail
 
 
+def test_doctor_looks_up_settings_of_inductor_in_the_options(monkeypatch):
+    monkeypatch.setenv("DSV4_OPTIONS", '{"inductor": {"max_autotun": true}}')
+    (check,) = [check for check in doctor.checks() if check.name == "environment"]
+    assert check.state == "problem" and "'max_autotune'" in check.detail
+
+
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [

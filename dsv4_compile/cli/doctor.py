@@ -195,10 +195,11 @@ def _compilation() -> Iterator[Check]:
 
 
 def _options() -> Iterator[Check]:
+    from dsv4_compile import names
     from dsv4_compile.options import DISABLE_VARIABLE, OPTIONS_VARIABLE, OptionError, Options, disabled
 
     try:
-        Options.resolve({})
+        names.check(Options.resolve({}))
         is_off = disabled()
     except OptionError as error:
         yield Check("environment", PROBLEM, "cannot be used", str(error))

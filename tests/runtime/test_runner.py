@@ -204,6 +204,39 @@ def test_split_ops_cut_unless_one_graph_may_hold_everything(recorder: FakeRecord
         torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("mode", ["piecewise", "full_and_piecewise"])
+def test_split_ops_that_no_graph_has_are_in_the_report(recorder: FakeRecorder, mode: str) -> None:
+    asked = ["aten::softmax", "aten::sin.default", "nosuch::attention"]
+    compiled(Plain(), cudagraphs=mode, split_ops=asked)(torch.randn(3, 16))
+    assert graph().split_ops == ["aten::sin.default"]
+    assert "split_ops: ['aten::softmax', 'aten::sin.default', 'nosuch::attention'] -> ['aten::sin.default'] (" in str(
+        dsv4_compile.report()
+    )
+    reason = dsv4_compile.report().effective["split_ops"]["reason"]
+    assert reason.startswith("no graph so far has aten::softmax, nosuch::attention")
+    assert "no nosuch::attention is registered" in reason and "no aten::softmax is" not in reason
+
+
+def test_split_ops_that_a_later_graph_has_are_met(recorder: FakeRecorder) -> None:
+    class Broken(Plain):
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.relu(self.layers[0](x))
+            torch._dynamo.graph_break()
+            return torch.sin(self.layers[1](x))
+
+    seen = []
+    observed = backend._settle
+
+    def settle(report: dsv4_compile.CompileReport, *rest: object) -> None:
+        observed(report, *rest)
+        seen.append(report.effective["split_ops"])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "_settle", settle)
+        compiled(Broken(), split_ops=["aten::sin"])(torch.randn(3, 16))
+    assert seen[0]["value"] == [] and seen[1] == ["aten::sin"]
+
+
 def test_results_of_earlier_calls_stay(recorder: FakeRecorder) -> None:
     model = Plain()
     run = compiled(model, cudagraphs="full")
