@@ -32,7 +32,7 @@ from dsv4_compile.passes.capturability import Tokens
 from dsv4_compile.passes.extraction import Extract, extract, symbols_of
 from dsv4_compile.passes.keys import Key
 from dsv4_compile.passes.pieces import Cut
-from dsv4_compile.report import CudaGraphs, Piece
+from dsv4_compile.report import TAKEN_OVER, CudaGraphs, Piece
 from dsv4_compile.runtime.program import Code, Sizes, evaluated, function_of, program
 from dsv4_compile.runtime.recorder import Recorder, recorder_of
 from dsv4_compile.runtime.runner import Ahead, Policy, Runner, plain
@@ -233,7 +233,7 @@ class Assembler:
 
     def _piece(self, number: int, one: Cut, key: Key, shared: bool, captures: bool) -> Piece:
         first = next((piece.name for piece in self.pieces if piece.key == key.hash[:16]), None)
-        taken = "taken over from another graph" if shared else "between two boundaries"
+        taken = TAKEN_OVER if shared else "between two boundaries"
         reason = f"the same as {first}" if first else taken
         if captures:
             reason = f"{one.apart or 'captured when it is called'}; {reason}"

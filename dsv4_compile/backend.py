@@ -106,6 +106,9 @@ def dsv4(
         graph.nodes = graph.nodes or size  # the passes, which count those of the functional graph, did not run
         _settle(report, graph, collected, chosen, mode)
         memory.pack(collected, example_inputs, graph)
+        unmet = _unmet(chosen, graph, _device_type(example_inputs))
+        if unmet is not None:
+            report.effective["projections"] = {"value": unmet[0], "reason": unmet[1]}
         foresee()
         if cuts(mode):
             _make_room(report)
@@ -114,7 +117,7 @@ def dsv4(
         logger.info("%s", report)
         announce(graph)
         if chosen.strict:
-            _enforce(chosen, mode, report, graph, collected)
+            _enforce(chosen, mode, report, graph, collected, unmet)
     if original is not None:
         compiled = verification.verified(compiled, original, chosen.verify, graph)
     return compiled
@@ -313,8 +316,28 @@ def _settle(report: CompileReport, graph: GraphReport, collected: Collected, opt
         report.effective["projections"] = {"value": ", ".join(strategies), "reason": reason}
 
 
-def _enforce(options: Options, mode: str, report: CompileReport, graph: GraphReport, collected: Collected) -> None:
-    """Raises when a requested optimisation matched nothing or fell back."""
+def _unmet(options: Options, graph: GraphReport, device: str) -> tuple[str, str] | None:
+    """How projections run instead where not every group runs as the option names it, and why; else None."""
+    if options.projections not in ("pack", "streams") or not graph.projections:
+        return None
+    if options.projections == "streams" and device != "cuda":
+        return "serial", f"there are no streams on {device}"
+    other = next((group for group in graph.projections if group.strategy != options.projections), None)
+    if other is None:
+        return None
+    at = f"at {other.site}, " if other.site else ""
+    return ", ".join(sorted({group.strategy for group in graph.projections})), f"{at}{other.reason.removesuffix('.')}"
+
+
+def _enforce(
+    options: Options,
+    mode: str,
+    report: CompileReport,
+    graph: GraphReport,
+    collected: Collected,
+    unmet: tuple[str, str] | None,
+) -> None:
+    """Raises when a requested optimisation matched nothing or fell back, that of projections as `unmet` says."""
     if graph.notes and "without replacements" in graph.notes[0]:
         raise StrictError(f"Graph {graph.id}: {graph.notes[0]}.")
     for result in collected.results:
@@ -334,6 +357,11 @@ def _enforce(options: Options, mode: str, report: CompileReport, graph: GraphRep
     missed: list[Missed] = [m for m in graph.missed if m.kind in (named or asked)]
     if missed:
         raise StrictError(f"Graph {graph.id}: {missed[0].kind} at {missed[0].site} was left alone: {missed[0].reason}.")
+    if unmet is not None:
+        value, reason = unmet
+        raise StrictError(
+            f"Graph {graph.id}: projections={options.projections!r} was asked for and {value!r} runs: {reason}."
+        )
     if options.cudagraphs in CAPTURING and graph.cudagraphs.mode == "off":
         raise StrictError(
             f"Graph {graph.id}: cudagraphs={options.cudagraphs!r} was asked for and nothing is captured: "

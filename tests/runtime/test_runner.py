@@ -90,6 +90,8 @@ def test_a_cache_that_grows_is_cut_out_and_the_rest_is_replayed(recorder: FakeRe
     assert report.cudagraphs.sizes == [1] and report.cudagraphs.bytes > 0
     kinds = [piece.kind for piece in report.pieces]
     assert kinds.count("captured") >= 4 and kinds.count("compiled") >= 3
+    text = f"  pieces: {kinds.count('captured')} captured, {kinds.count('compiled')} compiled; "
+    assert text + f"{len({piece.key for piece in report.pieces})} distinct" in str(dsv4_compile.report())
     apart = [piece for piece in report.pieces if piece.kind == "compiled"]
     assert all(
         "follows something other than the token count" in p.reason and "test_runner.py" in p.reason for p in apart
