@@ -25,7 +25,7 @@ from dsv4_compile.dump.writer import GraphDump, observe, recording
 from dsv4_compile.hook import HOOK, chained
 from dsv4_compile.kernels import environment
 from dsv4_compile.nested import watch
-from dsv4_compile.options import DEFAULTS, Options, disabled
+from dsv4_compile.options import Options, disabled
 from dsv4_compile.passes.mhc import MhcPass
 from dsv4_compile.passes.pipeline import Collected, GraphPass, GraphPasses, collecting
 from dsv4_compile.passes.projections import ProjectionsPass
@@ -409,7 +409,7 @@ def first_effective(options: Options, device: str, patches: Mapping[str, Any] | 
     if mode != options.cudagraphs:
         effective["cudagraphs"] = {"value": mode, "reason": reason}
     for option, why in _without_effect(options, mode):
-        effective[option] = {"value": DEFAULTS[option], "reason": why}
+        effective[option] = {"value": Options().to_dict()[option], "reason": why}
         logger.warning("%s=%r has no effect: %s.", option, getattr(options, option), why)
     return effective
 
@@ -424,10 +424,10 @@ def capture_of(options: Options, device: str, patches: Mapping[str, Any] | None 
         return options.cudagraphs, ""
     if device != "cuda" or torch.version.hip is not None:
         return "off", f"there are no CUDA graphs on {'ROCm' if device == 'cuda' else device}"
-    if (patches or {}).get("triton.cudagraphs"):
-        return "off", "Inductor captures"
     if options.compiler == "eager":
         return "off", "compiler='eager' runs a graph node by node, unless capture is asked for"
+    if (patches or {}).get("triton.cudagraphs"):
+        return "off", "Inductor captures"
     if "vllm" in sys.modules:
         return "off", "vLLM captures"
     return _AUTO, "one CUDA graph where it can hold the call, else pieces"
@@ -453,10 +453,13 @@ def _make_room(report: CompileReport) -> None:
 
 
 def _without_effect(options: Options, mode: str) -> list[tuple[str, str]]:
-    """Options that are set and do nothing where graphs are captured as `mode` says, with the reason."""
-    if mode in CAPTURING:
-        return []
-    return [(name, "nothing is captured") for name in _FOR_CAPTURE if getattr(options, name) not in (None, ())]
+    """Options that are set and do nothing where graphs are captured as `mode` says, with the reason of each."""
+    found = []
+    if mode not in CAPTURING:
+        found += [(name, "nothing is captured") for name in _FOR_CAPTURE if getattr(options, name) not in (None, ())]
+    if options.deterministic and options.mhc == "off":
+        found.append(("deterministic", "it is about the kernels for mHC, and mhc is 'off'"))
+    return found
 
 
 def _device(inputs: Sequence[Any]) -> torch.device:

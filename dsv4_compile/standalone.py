@@ -25,6 +25,9 @@ __all__ = ["MAX_TOKENS_VARIABLE", "StandalonePass", "graph_pass", "post_grad_pas
 MAX_TOKENS_VARIABLE = "DSV4_VLLM_MAX_TOKENS"
 """Most tokens of the ranges that vLLM compiles with the pass."""
 
+_OF_THE_BACKEND = ("cudagraphs", "capture_sizes", "capture_memory", "split_ops", "verify", "compiler", "inductor")
+"""Options that say how a graph is compiled and run, which somebody else does here."""
+
 # A name below vLLM's: its logging prints those, and an operator reads them beside vLLM's own lines.
 logger = logging.getLogger("vllm.dsv4_compile")
 
@@ -36,7 +39,8 @@ class StandalonePass(GraphPasses):
     this package: the operators are then registered by unpickling it.
 
     Args:
-        options: what to do; options of the compiler itself (`compiler`, `inductor`, `verify`) mean nothing.
+        options: what to do; those of compiling and capturing (`compiler`, `cudagraphs`, ...) mean nothing, and the
+            report says so.
         max_tokens: the largest token count of a range that vLLM may use it for, or None.
         idle: why it does nothing at all, or None.
     """
@@ -79,7 +83,11 @@ class StandalonePass(GraphPasses):
 
     def _report(self) -> CompileReport:
         asked = {**self.options.to_dict(), "dump_dir": self._dump_dir()}
-        return new_report("cpu", asked, dict(asked))
+        instead = Options(cudagraphs="off").to_dict()
+        unused = [n for n in _OF_THE_BACKEND if n in self.options.explicit and asked[n] not in ("auto", instead[n])]
+        reason = "the backend does that, and a pass on its own does not"
+        effective = asked | {name: {"value": instead[name], "reason": reason} for name in unused}
+        return new_report("cpu", asked, effective)
 
     def _note(self, text: str) -> None:
         graph = GraphReport(id="0", notes=[text])

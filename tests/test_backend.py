@@ -274,6 +274,15 @@ def test_strict_leaves_the_way_to_run_a_group_open_where_none_is_named(projectio
     assert strategies() == ["serial", "serial"]
 
 
+def test_deterministic_without_the_kernels_it_is_about_is_told_and_strict_raises():
+    run, x = compiled(Branches(), deterministic=True, mhc="off"), torch.randn(3, 16)
+    without_grad(run, x)
+    assert "deterministic: True -> False (it is about the kernels for mHC" in str(dsv4_compile.report())
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="deterministic=True was asked for and has no effect"):
+        without_grad(compiled(Branches(), deterministic=True, mhc="off", strict=True), x)
+
+
 def test_strict_is_content_with_packed_groups():
     without_grad(compiled(Branches(), strict=True, projections="pack", mhc="off"), torch.randn(3, 16))
     assert strategies() == ["pack"]
@@ -450,6 +459,18 @@ def test_post_grad_pass_is_an_inductor_pass_of_its_own(cold):
     assert len(dsv4_compile.reports()) == reports + 1
     assert forms() == FORMS
     assert json.loads(json.dumps(dsv4_compile.report().to_dict()))["graphs"][0]["nodes"] > 0
+
+
+def test_pass_on_its_own_reports_options_that_are_the_backends(cold):
+    ours = dsv4_compile.graph_pass({"cudagraphs": "full", "verify": 2, "split_ops": ["aten::sin"], "mhc": "off"})
+    with inductor_config.patch(post_grad_custom_post_pass=ours):
+        without_grad(torch.compile(Branches(), backend="inductor"), torch.randn(3, 16))
+    effective = dsv4_compile.report().effective
+    differing = {name: found["value"] for name, found in effective.items() if isinstance(found, dict) and found}
+    assert differing == {"cudagraphs": "off", "verify": 0, "split_ops": []}
+    assert "cudagraphs: full -> off (the backend does that, and a pass on its own does not)" in str(
+        dsv4_compile.report()
+    )
 
 
 # -------------------------------------------------------------------------------------------------- passes that fail

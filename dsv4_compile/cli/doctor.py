@@ -187,6 +187,8 @@ def _compilation() -> Iterator[Check]:
         value, why = (str(runs["value"]), str(runs["reason"])) if differs else (str(runs), "")
         if (name, asked) == ("projections", "auto") and not differs:
             value, why = ("measured", _MEASURED) if is_cuda else ("serial", "as they are: as fast on a CPU")
+        if (name, asked) == ("projections", "streams") and not is_cuda:
+            differs, value, why = True, "serial", f"there are no streams on {device}"
         if name == "cudagraphs" and asked in CAPTURING and recorder_of(device) is None:
             differs, value, why = True, "off", f"there are no CUDA graphs on {device}"
         yield Check(f"{name}={asked!r}", PROBLEM if differs and asked != "auto" else OK, value, why)

@@ -127,6 +127,7 @@ def test_what_auto_stands_for(
     resolved = Options.resolve(options)
     found, reason = backend.capture_of(resolved, device, patches)
     assert found == mode and bool(reason) == (resolved.cudagraphs == "auto")
+    assert "Inductor captures" not in backend.capture_of(Options(compiler="eager"), device, patches)[1]
 
 
 def test_vllm_captures_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
