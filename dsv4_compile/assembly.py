@@ -32,7 +32,7 @@ from dsv4_compile.passes.capturability import Tokens
 from dsv4_compile.passes.extraction import Extract, extract, symbols_of
 from dsv4_compile.passes.keys import Key
 from dsv4_compile.passes.pieces import Cut
-from dsv4_compile.report import CudaGraphs, Piece
+from dsv4_compile.report import TAKEN_OVER, CudaGraphs, Piece
 from dsv4_compile.runtime.program import Code, Sizes, evaluated, function_of, program
 from dsv4_compile.runtime.recorder import Recorder, recorder_of
 from dsv4_compile.runtime.runner import Ahead, Policy, Runner, plain
@@ -133,6 +133,7 @@ class Assembler:
         mode: as the option `cudagraphs`.
         observe: is given the key of each piece, its graph, and the code that Inductor has written for it.
         pieces: for the report.
+        met: for the report: those of `split_ops` that the graph has.
         whole: why the graph was not cut.
     """
 
@@ -143,6 +144,7 @@ class Assembler:
     observe: Callable[[str, Graph, str], None] | None = None
     cudagraphs: CudaGraphs = field(default_factory=CudaGraphs)
     pieces: list[Piece] = field(default_factory=list)
+    met: list[str] = field(default_factory=list)
     compiled: int = 0
     """Pieces that had to be compiled."""
     whole: str | None = None
@@ -151,6 +153,7 @@ class Assembler:
         """As `torch._inductor.compile_fx.compile_fx_inner`, with the same arguments."""
         from torch._inductor.compile_fx import compile_fx_inner
 
+        self.met[:] = capturability.met(gm.graph, self.split_ops)
         try:
             self.whole = _obstacle(settings) or pieces.obstacle(gm)
             plan = None if self.whole else self._plan(gm.graph, settings)
@@ -230,7 +233,7 @@ class Assembler:
 
     def _piece(self, number: int, one: Cut, key: Key, shared: bool, captures: bool) -> Piece:
         first = next((piece.name for piece in self.pieces if piece.key == key.hash[:16]), None)
-        taken = "taken over from another graph" if shared else "between two boundaries"
+        taken = TAKEN_OVER if shared else "between two boundaries"
         reason = f"the same as {first}" if first else taken
         if captures:
             reason = f"{one.apart or 'captured when it is called'}; {reason}"

@@ -19,12 +19,13 @@ import torch
 from torch.fx import Graph, GraphModule
 
 import dsv4_compile
-from dsv4_compile import memory, verification
+from dsv4_compile import memory, names, verification
 from dsv4_compile.assembly import Assembler
 from dsv4_compile.dump.writer import GraphDump, observe, recording
 from dsv4_compile.hook import HOOK, chained
+from dsv4_compile.kernels import environment
 from dsv4_compile.nested import watch
-from dsv4_compile.options import DEFAULTS, Options, disabled
+from dsv4_compile.options import Options, disabled
 from dsv4_compile.passes.mhc import MhcPass
 from dsv4_compile.passes.pipeline import Collected, GraphPass, GraphPasses, collecting
 from dsv4_compile.passes.projections import ProjectionsPass
@@ -74,10 +75,13 @@ def dsv4(
         A callable with the graph's inputs and outputs.
 
     Raises:
-        OptionError: an option or its value is not known, or two contradict each other.
+        OptionError: an option, its value, a setting of Inductor or an operator in it is not known, or two contradict
+            each other.
         StrictError: under `strict`, when a requested optimisation matched nothing or fell back.
     """
+    environment.check()
     chosen = Options.resolve(options)
+    names.check(chosen)
     patches = _inductor_patches(mode, chosen)
     if disabled():
         return _inductor(gm, example_inputs, patches)
@@ -102,6 +106,9 @@ def dsv4(
         graph.nodes = graph.nodes or size  # the passes, which count those of the functional graph, did not run
         _settle(report, graph, collected, chosen, mode)
         memory.pack(collected, example_inputs, graph)
+        unmet = _unmet(chosen, graph, _device_type(example_inputs))
+        if unmet is not None:
+            report.effective["projections"] = {"value": unmet[0], "reason": unmet[1]}
         foresee()
         if cuts(mode):
             _make_room(report)
@@ -110,7 +117,7 @@ def dsv4(
         logger.info("%s", report)
         announce(graph)
         if chosen.strict:
-            _enforce(chosen, mode, report, graph, collected)
+            _enforce(chosen, mode, report, graph, collected, unmet)
     if original is not None:
         compiled = verification.verified(compiled, original, chosen.verify, graph)
     return compiled
@@ -212,6 +219,7 @@ def _assembler(
         observe=observe,
         pieces=graph.pieces,
         cudagraphs=graph.cudagraphs,
+        met=graph.split_ops,
     )
 
 
@@ -294,6 +302,10 @@ def _settle(report: CompileReport, graph: GraphReport, collected: Collected, opt
         report.effective["mhc"] = {"value": family, "reason": f"the family for {report.device}"}
     if mode in CAPTURING:  # the first graph may have been on another device
         report.effective |= {name: report.requested[name] for name in _FOR_CAPTURE}
+        met = [name for name in options.split_ops if any(name in one.split_ops for one in report.graphs)]
+        if len(met) < len(options.split_ops):
+            reason = names.absence([name for name in options.split_ops if name not in met])
+            report.effective["split_ops"] = {"value": met, "reason": reason}
     if mode in CAPTURING and graph.cudagraphs.mode != options.cudagraphs:
         reasons = [one["reason"] for one in graph.cudagraphs.fallbacks] or graph.notes
         reason = reasons[0] if reasons and graph.cudagraphs.mode == "off" else "the best that this graph allows"
@@ -304,8 +316,28 @@ def _settle(report: CompileReport, graph: GraphReport, collected: Collected, opt
         report.effective["projections"] = {"value": ", ".join(strategies), "reason": reason}
 
 
-def _enforce(options: Options, mode: str, report: CompileReport, graph: GraphReport, collected: Collected) -> None:
-    """Raises when a requested optimisation matched nothing or fell back."""
+def _unmet(options: Options, graph: GraphReport, device: str) -> tuple[str, str] | None:
+    """How projections run instead where not every group runs as the option names it, and why; else None."""
+    if options.projections not in ("pack", "streams") or not graph.projections:
+        return None
+    if options.projections == "streams" and device != "cuda":
+        return "serial", f"there are no streams on {device}"
+    other = next((group for group in graph.projections if group.strategy != options.projections), None)
+    if other is None:
+        return None
+    at = f"at {other.site}, " if other.site else ""
+    return ", ".join(sorted({group.strategy for group in graph.projections})), f"{at}{other.reason.removesuffix('.')}"
+
+
+def _enforce(
+    options: Options,
+    mode: str,
+    report: CompileReport,
+    graph: GraphReport,
+    collected: Collected,
+    unmet: tuple[str, str] | None,
+) -> None:
+    """Raises when a requested optimisation matched nothing or fell back, that of projections as `unmet` says."""
     if graph.notes and "without replacements" in graph.notes[0]:
         raise StrictError(f"Graph {graph.id}: {graph.notes[0]}.")
     for result in collected.results:
@@ -325,6 +357,11 @@ def _enforce(options: Options, mode: str, report: CompileReport, graph: GraphRep
     missed: list[Missed] = [m for m in graph.missed if m.kind in (named or asked)]
     if missed:
         raise StrictError(f"Graph {graph.id}: {missed[0].kind} at {missed[0].site} was left alone: {missed[0].reason}.")
+    if unmet is not None:
+        value, reason = unmet
+        raise StrictError(
+            f"Graph {graph.id}: projections={options.projections!r} was asked for and {value!r} runs: {reason}."
+        )
     if options.cudagraphs in CAPTURING and graph.cudagraphs.mode == "off":
         raise StrictError(
             f"Graph {graph.id}: cudagraphs={options.cudagraphs!r} was asked for and nothing is captured: "
@@ -372,7 +409,7 @@ def first_effective(options: Options, device: str, patches: Mapping[str, Any] | 
     if mode != options.cudagraphs:
         effective["cudagraphs"] = {"value": mode, "reason": reason}
     for option, why in _without_effect(options, mode):
-        effective[option] = {"value": DEFAULTS[option], "reason": why}
+        effective[option] = {"value": Options().to_dict()[option], "reason": why}
         logger.warning("%s=%r has no effect: %s.", option, getattr(options, option), why)
     return effective
 
@@ -387,10 +424,10 @@ def capture_of(options: Options, device: str, patches: Mapping[str, Any] | None 
         return options.cudagraphs, ""
     if device != "cuda" or torch.version.hip is not None:
         return "off", f"there are no CUDA graphs on {'ROCm' if device == 'cuda' else device}"
-    if (patches or {}).get("triton.cudagraphs"):
-        return "off", "Inductor captures"
     if options.compiler == "eager":
         return "off", "compiler='eager' runs a graph node by node, unless capture is asked for"
+    if (patches or {}).get("triton.cudagraphs"):
+        return "off", "Inductor captures"
     if "vllm" in sys.modules:
         return "off", "vLLM captures"
     return _AUTO, "one CUDA graph where it can hold the call, else pieces"
@@ -398,7 +435,7 @@ def capture_of(options: Options, device: str, patches: Mapping[str, Any] | None 
 
 def cuts(mode: str) -> bool:
     """Whether graphs are compiled piece by piece where they are captured as `mode` says."""
-    return mode in CAPTURING or os.environ.get("DSV4_PIECES") == "1"
+    return mode in CAPTURING or environment.word("DSV4_PIECES") == "1"
 
 
 def _make_room(report: CompileReport) -> None:
@@ -416,10 +453,13 @@ def _make_room(report: CompileReport) -> None:
 
 
 def _without_effect(options: Options, mode: str) -> list[tuple[str, str]]:
-    """Options that are set and do nothing where graphs are captured as `mode` says, with the reason."""
-    if mode in CAPTURING:
-        return []
-    return [(name, "nothing is captured") for name in _FOR_CAPTURE if getattr(options, name) not in (None, ())]
+    """Options that are set and do nothing where graphs are captured as `mode` says, with the reason of each."""
+    found = []
+    if mode not in CAPTURING:
+        found += [(name, "nothing is captured") for name in _FOR_CAPTURE if getattr(options, name) not in (None, ())]
+    if options.deterministic and options.mhc == "off":
+        found.append(("deterministic", "it is about the kernels for mHC, and mhc is 'off'"))
+    return found
 
 
 def _device(inputs: Sequence[Any]) -> torch.device:

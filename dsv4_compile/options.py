@@ -33,6 +33,18 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "compiler": ("inductor", "eager"),
 }
 
+_OF_AUTO = ("cuda", "cpp")
+"""Families of mHC kernels that only `auto` takes."""
+_SYNONYMS = {
+    "off": ("none", "no", "false", "0", "disabled"),  # Dynamo and YAML readers turn a bare `off` into False
+    "auto": ("on", "yes", "true", "1", "default", "measured"),
+    "reference": ("torch", "pytorch", "eager"),
+    "pack": ("fused", "merged"),
+    "streams": ("parallel",),
+    "eager": ("none", "off"),
+}
+"""Words that people use for a value."""
+
 _WITHOUT_EFFECT_ON_CODE = frozenset({"dump_dir", "verify", "strict", "capture_memory"})
 _SIMILAR = 0.6
 """Similarity below which the nearest name is hardly what was meant, and the message lists them all."""
@@ -288,11 +300,18 @@ def _choice(name: str, value: Any) -> str:
     if isinstance(value, str) and value in choices:
         return str(value)
     listed = ", ".join(repr(choice) for choice in choices)
-    # Dynamo and YAML readers turn a bare `off` into False.
-    nearest = _nearest("off" if value is False and "off" in choices else str(value), choices)
-    raise OptionError(
-        f"Option {name!r} must be one of {listed}, and it is {_found(value)}; the nearest is {nearest!r}."
-    )
+    raise OptionError(f"Option {name!r} must be one of {listed}, and it is {_found(value)}{_meant(name, value)}.")
+
+
+def _meant(name: str, value: Any) -> str:
+    """The end of a sentence that lists all: the one of the same meaning, beginning or letters, where there is one."""
+    choices, word = CHOICES[name], str(value).lower()
+    if name == "mhc" and word in _OF_AUTO:
+        return f"; the nearest is 'auto', which takes {word!r} where that is the best, and it cannot be asked for"
+    meant = [choice for choice, words in _SYNONYMS.items() if choice in choices and word in words]
+    begun = [choice for choice in choices if word and choice.startswith(word)]
+    alike = difflib.get_close_matches(word, choices, n=1, cutoff=_SIMILAR)
+    return f"; the nearest is {near!r}" if (near := next(iter(meant + begun + alike), None)) else ""
 
 
 def _count(name: str, value: Any) -> int:

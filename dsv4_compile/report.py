@@ -14,9 +14,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dsv4_compile.options import DISABLE_VARIABLE, OptionError, disabled
 from dsv4_compile.passes.sites import LinearInfo, MeasuredChoice, MhcSite, Missed, PassResult, ProjectionGroup
 
 __all__ = [
+    "TAKEN_OVER",
     "CompileReport",
     "CudaGraphs",
     "GraphReport",
@@ -34,6 +36,10 @@ __all__ = [
 
 _KEEP = 64
 """Reports kept; the oldest go first."""
+TAKEN_OVER = "taken over from another graph"
+"""The end of the reason of a piece whose code was there already."""
+_UNSEEN = ("compiled without replacements", "left as it is", "loaded from Inductor's cache; what the passes did")
+"""How notes begin that say why it is not known what could have matched."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,8 @@ class GraphReport:
 
     `pieces` and `cudagraphs` describe capture, and change while the graph runs; Inductor's own CUDA graphs
     (`mode="reduce-overhead"`) are not counted here. `streams` is how many auxiliary streams the graph asks
-    for, at most the option `num_streams`; on a device without streams it asks and gets none.
+    for, at most the option `num_streams`; on a device without streams it asks and gets none. `split_ops` are those of
+    the option that the graph has.
     """
 
     id: str
@@ -83,6 +90,7 @@ class GraphReport:
     pieces: list[Piece] = field(default_factory=list)
     cudagraphs: CudaGraphs = field(default_factory=CudaGraphs)
     streams: int = 0
+    split_ops: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def measured(self) -> list[ProjectionGroup]:
@@ -151,16 +159,34 @@ def _graph_lines(graph: GraphReport) -> list[str]:
     shapes = "dynamic" if graph.dynamic else "static"
     times = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in graph.seconds.items())
     lines = [f"graph {graph.id}: {graph.nodes} nodes, {shapes} shapes" + (f" ({times})" if times else "")]
-    if not (graph.mhc or graph.projections or graph.missed or graph.notes):
+    if _nothing_matched(graph):
         lines.append("  nothing matched")
     lines += [f"  note: {note}" for note in graph.notes]
     lines += [f"  mhc {form_text(s)} at {s.site or '(unknown module)'}: {mhc_text(s)}" for s in graph.mhc]
     for group in graph.measured():
         lines.append(f"  projections at {group.site or '(root)'}: {group_text(group)}")
         lines += [f"    {choice_text(choice, group)}" for choice in group.measured]
+    lines += _pieces_lines(graph)
     lines += capture_lines(graph)
     lines += [f"  missed {m.kind} at {m.site or '(unknown module)'}: {m.reason}" for m in graph.missed]
     return lines
+
+
+def _nothing_matched(graph: GraphReport) -> bool:
+    """Whether the passes have looked and found nothing, not even a place that looked like a site."""
+    is_unseen = any(note.startswith(_UNSEEN) for note in graph.notes)
+    return not (graph.mhc or graph.projections or graph.missed or is_unseen)
+
+
+def _pieces_lines(graph: GraphReport) -> list[str]:
+    """How many pieces there are, of which kind, and which of them needed no compilation."""
+    if not graph.pieces:
+        return []
+    kinds = ", ".join(f"{n} {kind}" for kind, n in _counts(piece.kind for piece in graph.pieces))
+    distinct = len({piece.key for piece in graph.pieces})
+    taken = len({piece.key for piece in graph.pieces if piece.reason.endswith(TAKEN_OVER)})
+    programs = f"; {distinct} distinct" if len(graph.pieces) > 1 else ""
+    return [f"  pieces: {kinds}{programs}" + (f", {taken} of them {TAKEN_OVER}" if taken else "")]
 
 
 def capture_lines(graph: GraphReport) -> list[str]:
@@ -188,7 +214,8 @@ def summary(graph: GraphReport) -> str:
     ]
     what += [f"{n} x projections ({strategy})" for strategy, n in _counts(g.strategy for g in graph.projections)]
     what += [f"{n} missed ({reason})" for reason, n in _counts(m.reason for m in graph.missed)]
-    return f"graph of {graph.nodes} nodes: {', '.join([*what, *graph.notes]) or 'nothing matched'}"
+    what += ["nothing matched"] * _nothing_matched(graph)
+    return f"graph of {graph.nodes} nodes: {', '.join([*what, *graph.notes])}"
 
 
 def _counts(found: Iterable[Any]) -> list[tuple[Any, int]]:
@@ -266,15 +293,27 @@ def report() -> CompileReport:
     """The report of the last compilation.
 
     Raises:
-        LookupError: nothing has been compiled in this process yet.
+        LookupError: nothing has been compiled in this process yet, or `DSV4_DISABLE` keeps reports from being made.
     """
     with _lock:
+        if not _reports and _is_off():
+            raise LookupError(
+                f"There is no report, because {DISABLE_VARIABLE} is set in the environment: the dsv4 backend is plain "
+                "Inductor then."
+            )
         if not _reports:
             raise LookupError(
                 "Nothing has been compiled with the dsv4 backend in this process yet: torch.compile compiles at the "
                 "first call of the model."
             )
         return _reports[-1]
+
+
+def _is_off() -> bool:
+    try:
+        return disabled()
+    except OptionError:  # a compilation says so
+        return False
 
 
 def reports() -> list[CompileReport]:

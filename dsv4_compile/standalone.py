@@ -20,10 +20,13 @@ from dsv4_compile.passes.vllm_mhc import VllmMhcPass
 from dsv4_compile.report import CompileReport, GraphReport, new_report
 from dsv4_compile.vllm.log import announce
 
-__all__ = ["MAX_TOKENS_VARIABLE", "StandalonePass", "graph_pass", "post_grad_pass"]
+__all__ = ["MAX_TOKENS_VARIABLE", "StandalonePass", "graph_pass", "post_grad_pass", "token_limit"]
 
 MAX_TOKENS_VARIABLE = "DSV4_VLLM_MAX_TOKENS"
 """Most tokens of the ranges that vLLM compiles with the pass."""
+
+_OF_THE_BACKEND = ("cudagraphs", "capture_sizes", "capture_memory", "split_ops", "verify", "compiler", "inductor")
+"""Options that say how a graph is compiled and run, which somebody else does here."""
 
 # A name below vLLM's: its logging prints those, and an operator reads them beside vLLM's own lines.
 logger = logging.getLogger("vllm.dsv4_compile")
@@ -36,7 +39,8 @@ class StandalonePass(GraphPasses):
     this package: the operators are then registered by unpickling it.
 
     Args:
-        options: what to do; options of the compiler itself (`compiler`, `inductor`, `verify`) mean nothing.
+        options: what to do; those of compiling and capturing (`compiler`, `cudagraphs`, ...) mean nothing, and the
+            report says so.
         max_tokens: the largest token count of a range that vLLM may use it for, or None.
         idle: why it does nothing at all, or None.
     """
@@ -79,7 +83,11 @@ class StandalonePass(GraphPasses):
 
     def _report(self) -> CompileReport:
         asked = {**self.options.to_dict(), "dump_dir": self._dump_dir()}
-        return new_report("cpu", asked, dict(asked))
+        instead = Options(cudagraphs="off").to_dict()
+        unused = [n for n in _OF_THE_BACKEND if n in self.options.explicit and asked[n] not in ("auto", instead[n])]
+        reason = "the backend does that, and a pass on its own does not"
+        effective = asked | {name: {"value": instead[name], "reason": reason} for name in unused}
+        return new_report("cpu", asked, effective)
 
     def _note(self, text: str) -> None:
         graph = GraphReport(id="0", notes=[text])
@@ -129,13 +137,18 @@ def graph_pass(options: Mapping[str, Any] | None = None, max_tokens: int | None 
 def _from_environment() -> StandalonePass:
     """The pass that is looked up by name. What is wrong in the environment must not keep an engine from starting."""
     try:
-        return graph_pass(max_tokens=_max_tokens())
+        return graph_pass(max_tokens=token_limit())
     except OptionError as error:
         logger.warning("dsv4: nothing is replaced: %s", error)
         return StandalonePass(Options(), None, str(error).removesuffix("."))
 
 
-def _max_tokens() -> int | None:
+def token_limit() -> int | None:
+    """What `DSV4_VLLM_MAX_TOKENS` says, None where it is not set.
+
+    Raises:
+        OptionError: it is no number.
+    """
     text = os.environ.get(MAX_TOKENS_VARIABLE, "").strip()
     if text and not text.isdecimal():
         raise OptionError(f"{MAX_TOKENS_VARIABLE} must be a number of tokens, and it is {text!r}.")

@@ -54,10 +54,11 @@ def verified(compiled: Callable[..., Any], original: GraphModule, calls: int, gr
     """
     left, compared = calls, 0
     failed = False
+    told = ""
     written = _written(original)
 
     def call(*args: Any) -> Any:
-        nonlocal left, compared, failed
+        nonlocal left, compared, failed, told
         if failed:
             return original(*args)
         if left == 0:
@@ -77,8 +78,11 @@ def verified(compiled: Callable[..., Any], original: GraphModule, calls: int, gr
             failed = True
             graph.notes.append(f"verify: the compiled graph was dropped: {problem}")
             logger.warning("Graph %s runs uncompiled from now on: %s.", graph.id, problem)
-        elif left == 0:
-            graph.notes.append(f"verify: {compared} of the first {calls} calls were compared, and none differed")
+        else:
+            graph.notes[:] = [note for note in graph.notes if note != told]
+            so_far = " so far" if left else ""
+            told = f"verify: {compared} of the first {calls} calls were compared{so_far}, and none differed"
+            graph.notes.append(told)
         return expected
 
     return call

@@ -10,7 +10,7 @@ symbols (the length of a cache, above all) change from call to call.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import sympy
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from dsv4_compile.passes.extraction import symbols_of
 from dsv4_compile.passes.sites import source_line
 
-__all__ = ["Tokens", "named", "obstacles", "tokens_of"]
+__all__ = ["Tokens", "met", "named", "obstacles", "tokens_of"]
 
 aten = torch.ops.aten
 # Products and the position of their activation among the arguments.
@@ -124,14 +124,31 @@ def obstacles(graph: Graph, static: Collection[Node], tokens: Tokens, device: to
 
 
 def named(graph: Graph, split_ops: Collection[str]) -> dict[Node, str]:
-    """The operators that somebody wants left out, by their qualified names, as `obstacles` has them."""
-    calls = (node for node in graph.nodes if node.op == "call_function" and _name(node) in split_ops)
+    """The operators that somebody wants left out, as `obstacles` has them.
+
+    Args:
+        split_ops: qualified names, with or without an overload (`aten::sum`, `aten::sum.dim_IntList`).
+    """
+    calls = (node for node in graph.nodes if not _names(node).isdisjoint(split_ops))
     return {node: _sentence(node, "it is one of split_ops") for node in calls}
+
+
+def met(graph: Graph, split_ops: Sequence[str]) -> list[str]:
+    """Those of `split_ops` that the graph has an operator for."""
+    found = {name for node in graph.nodes for name in _names(node)} if split_ops else set()
+    return [name for name in split_ops if name in found]
 
 
 def _sentence(node: Node, reason: str) -> str:
     line = source_line(node)
     return f"{_name(node)}: {reason}" + (f" ({line})" if line else "")
+
+
+def _names(node: Node) -> set[str]:
+    """The qualified name of a call's operator, without its overload and with it."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return set()
+    return {_name(node), f"{_name(node)}.{node.target._overloadname}"}
 
 
 def _name(node: Node) -> str:

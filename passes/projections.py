@@ -15,7 +15,6 @@ is that activation and weights. Names play no part.
 from __future__ import annotations
 
 import math
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +23,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from dsv4_compile.kernels.environment import word
 from dsv4_compile.passes.emission import call, item, reshape_rows
 from dsv4_compile.passes.layout import with_new_strides
 from dsv4_compile.passes.region import (
@@ -171,7 +171,7 @@ class ProjectionsPass:
 
 def _measures() -> bool:
     """Whether `auto` is the choice by measurement; `DSV4_MEASURE=0` makes it a rule."""
-    return os.environ.get("DSV4_MEASURE", "1") != "0"
+    return word("DSV4_MEASURE") == "1"
 
 
 def _device_type(group: _Group) -> str:

@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Hashable, Iterator
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 from torch.fx import Graph, Node
 
 from dsv4_compile.kernels import linear  # noqa: F401  (registers the operators)
+from dsv4_compile.kernels.environment import word
 from dsv4_compile.passes.region import aten
 from dsv4_compile.passes.schedule import MAIN, Record, Schedule, Violation, Wait, Work, prove
 from dsv4_compile.passes.sites import module_path
@@ -57,7 +57,7 @@ class UnsafeGraphError(AssertionError):
 
 def wanted() -> bool:
     """Whether `DSV4_CHECK` asks for the checker."""
-    return os.environ.get(CHECK_VARIABLE, "") not in ("", "0")
+    return word(CHECK_VARIABLE) == "1"
 
 
 def enforce(graph: Graph, when: str, num_streams: int | None = None) -> None:

@@ -12,9 +12,6 @@ multiplies it; ours do not, which is nearer to the exact result.
 
 from __future__ import annotations
 
-import functools
-import logging
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +20,7 @@ from typing import Any, Literal
 import torch
 from torch.fx import Graph, Node
 
+from dsv4_compile.kernels.environment import word
 from dsv4_compile.kernels.mhc import families
 from dsv4_compile.passes.emission import call, cast, item
 from dsv4_compile.passes.region import VIEW, are, aten, packet, shape, value
@@ -31,11 +29,8 @@ from dsv4_compile.passes.vllm_calls import Call, arguments_of, head_of, name_of,
 
 __all__ = ["VARIABLE", "VllmMhcPass", "find"]
 
-logger = logging.getLogger("dsv4_compile.passes")
-
 VARIABLE = "DSV4_VLLM_MHC"
 """The environment variable that says whether vLLM's operators are replaced."""
-_WISHES = ("auto", "always", "never")
 _RULE = "vLLM's operators are replaced only where ours were measured to be faster"
 _LEFT = "vllm"
 """What the report calls the family of an operator that stays vLLM's."""
@@ -139,16 +134,8 @@ class VllmMhcPass:
 
 
 def _wish() -> str:
-    """What the environment wants; anything but the three words is as good as nothing."""
-    word = os.environ.get(VARIABLE, "").strip().lower()
-    if word and word not in _WISHES:
-        _warn(word)
-    return word if word in _WISHES else "auto"
-
-
-@functools.cache
-def _warn(word: str) -> None:
-    logger.warning("%s must be one of %s, and it is %r: auto is taken.", VARIABLE, ", ".join(_WISHES), word)
+    """What the environment wants."""
+    return word(VARIABLE)
 
 
 def find(graph: Graph) -> tuple[list[_Found], list[Missed]]:

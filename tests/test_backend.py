@@ -25,6 +25,7 @@ from torch.fx import Graph
 import dsv4_compile
 from dsv4_compile.kernels.linear import packing
 from dsv4_compile.passes.mhc import MhcPass
+from dsv4_compile.report import summary
 from tests.passes.test_mhc import error, oracle_of, residual
 from tests.spellings import NEAR_MISSES, SPELLINGS, Stack, deepseek_post, hf_post, hf_pre
 
@@ -92,6 +93,10 @@ def without_grad(module: Callable[..., Any], *inputs: Any) -> Any:
         ({"projection": "pack"}, "'projections'"),
         ({"mhc": "tritton"}, "'triton'"),
         ({"projections": "streams", "num_streams": 0}, "contradict each other"),
+        ({"inductor": {"max_autotun": True}}, "'max_autotun', which torch._inductor.config has not; .* 'max_autotune'"),
+        ({"inductor": {"nosuch": 1}}, "Option 'inductor' has 'nosuch', which torch._inductor.config has not"),
+        ({"split_ops": ["aten::sofmax"]}, "'aten::sofmax', and there is no such operator; .*'aten::softmax'"),
+        ({"split_ops": ["aten::sum.dim_List"]}, "no such operator; .*'aten::sum'"),
     ],
 )
 def test_message_of_a_wrong_option_reaches_the_caller(options, message):
@@ -192,6 +197,20 @@ def test_report_of_another_model_says_that_nothing_matched():
     (graph,) = dsv4_compile.report().graphs
     assert (graph.mhc, graph.projections, graph.missed, graph.notes) == ([], [], [], [])
     assert "nothing matched" in str(dsv4_compile.report())
+    assert "\n  pieces: 1 eager" in str(dsv4_compile.report())
+
+
+def test_notes_do_not_hide_that_nothing_matched(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    run, x = compiled(Plain(), verify=1, dump_dir=str(tmp_path / "file")), torch.randn(3, 16)
+    without_grad(run, x)
+    assert "verify: 1 of" in notes() and "dump could not" in notes()
+    assert "  nothing matched\n" in str(dsv4_compile.report())
+    assert ": nothing matched, the dump could" in summary(dsv4_compile.report().graphs[0])
+    torch._dynamo.reset()
+    compiled(Plain())(x)
+    assert "needs gradients" in notes() and "nothing matched" not in str(dsv4_compile.report())
+    assert "nothing matched" not in summary(dsv4_compile.report().graphs[0])
 
 
 @pytest.mark.parametrize(
@@ -210,6 +229,63 @@ def test_strict_raises(module, options, message):
     x = residual(0, 1, 3, 4, 64) if isinstance(made, Stack) else torch.randn(3, 16)
     with pytest.raises(Exception, match=message):
         without_grad(compiled(made, strict=True, **options), x)
+
+
+class TwoDtypes(nn.Module):
+    """A group whose weights cannot be packed, and one whose weights can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.rest = nn.Linear(64, 8), nn.Linear(64, 12).double(), Branches(64)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (self.a(x), self.b(x.double()), *self.rest(x.tanh()))
+
+
+@pytest.mark.parametrize(
+    ("projections", "make", "sentence"),
+    [
+        ("pack", TwoDtypes, "'pack, serial' runs: cannot be packed: their dtypes differ"),
+        ("streams", lambda: Branches(64), "'serial' runs: there are no streams on cpu"),
+    ],
+)
+def test_strict_raises_where_a_group_does_not_run_as_named(projections, make, sentence):
+    module, x = make(), torch.randn(3, 64)
+    with pytest.raises(Exception, match=f"projections='{projections}' was asked for and {sentence}"):
+        without_grad(compiled(module, strict=True, projections=projections, mhc="off"), x)
+    torch._dynamo.reset()
+    without_grad(compiled(module, projections=projections), x)
+    value, reason = sentence.split("' runs: ")
+    assert dsv4_compile.report().effective["projections"] == {"value": value[1:], "reason": reason}
+
+
+def test_strict_raises_where_weights_of_the_caller_cannot_be_packed():
+    def run(x: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return x @ w.t(), x @ v.t()
+
+    inputs = torch.randn(3, 16), torch.randn(8, 16), torch.randn(4, 16)
+    with pytest.raises(Exception, match="'pack' was asked for and 'serial' runs: not packed: A weight is no"):
+        without_grad(compiled(run, strict=True, projections="pack", mhc="off"), *inputs)
+
+
+@pytest.mark.parametrize("projections", ["auto", "serial"])
+def test_strict_leaves_the_way_to_run_a_group_open_where_none_is_named(projections):
+    without_grad(compiled(TwoDtypes(), strict=True, projections=projections, mhc="off"), torch.randn(3, 64))
+    assert strategies() == ["serial", "serial"]
+
+
+def test_deterministic_without_the_kernels_it_is_about_is_told_and_strict_raises():
+    run, x = compiled(Branches(), deterministic=True, mhc="off"), torch.randn(3, 16)
+    without_grad(run, x)
+    assert "deterministic: True -> False (it is about the kernels for mHC" in str(dsv4_compile.report())
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="deterministic=True was asked for and has no effect"):
+        without_grad(compiled(Branches(), deterministic=True, mhc="off", strict=True), x)
+
+
+def test_strict_is_content_with_packed_groups():
+    without_grad(compiled(Branches(), strict=True, projections="pack", mhc="off"), torch.randn(3, 16))
+    assert strategies() == ["pack"]
 
 
 def test_strict_raises_when_gradients_are_needed():
@@ -385,6 +461,18 @@ def test_post_grad_pass_is_an_inductor_pass_of_its_own(cold):
     assert json.loads(json.dumps(dsv4_compile.report().to_dict()))["graphs"][0]["nodes"] > 0
 
 
+def test_pass_on_its_own_reports_options_that_are_the_backends(cold):
+    ours = dsv4_compile.graph_pass({"cudagraphs": "full", "verify": 2, "split_ops": ["aten::sin"], "mhc": "off"})
+    with inductor_config.patch(post_grad_custom_post_pass=ours):
+        without_grad(torch.compile(Branches(), backend="inductor"), torch.randn(3, 16))
+    effective = dsv4_compile.report().effective
+    differing = {name: found["value"] for name, found in effective.items() if isinstance(found, dict) and found}
+    assert differing == {"cudagraphs": "off", "verify": 0, "split_ops": []}
+    assert "cudagraphs: full -> off (the backend does that, and a pass on its own does not)" in str(
+        dsv4_compile.report()
+    )
+
+
 # -------------------------------------------------------------------------------------------------- passes that fail
 
 
@@ -486,6 +574,15 @@ def test_report_before_any_compilation(tmp_path):
     code = "import dsv4_compile\ntry:\n    dsv4_compile.report()\nexcept LookupError as e:\n    print('said', e)"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout.startswith("said Nothing has been compiled"), done.stderr
+
+
+def test_report_says_that_the_backend_is_off(monkeypatch, no_reports):
+    monkeypatch.setenv("DSV4_DISABLE", "1")
+    with pytest.raises(LookupError, match="because DSV4_DISABLE is set in the environment"):
+        dsv4_compile.report()
+    monkeypatch.setenv("DSV4_DISABLE", "perhaps")
+    with pytest.raises(LookupError, match="Nothing has been compiled"):
+        dsv4_compile.report()
 
 
 def test_report_survives_json():

@@ -188,13 +188,15 @@ def test_doctor_says_that_a_family_is_no_value_of_mhc():
 
 
 def test_doctor_ends_with_one_when_what_is_asked_for_does_not_run(monkeypatch):
-    """TileLang on a CPU; capture, where it has no effect."""
+    """TileLang and streams on a CPU."""
     if torch.cuda.is_available():
         pytest.skip("TileLang may run here")
     monkeypatch.setenv("DSV4_OPTIONS", '{"mhc": "tilelang"}')
     done = run("doctor")
     assert done.exit_code == 1
     assert "mhc='tilelang': falls back to cpp: DSV4_OPTIONS asks for it; " in done.stdout
+    monkeypatch.setenv("DSV4_OPTIONS", '{"projections": "streams"}')
+    assert "projections='streams': serial: there are no streams on cpu" in run("doctor").stdout
 
 
 def test_doctor_finds_a_cache_folder_that_cannot_be_written(monkeypatch, tmp_path):

@@ -37,7 +37,12 @@ WRONG = [
     ({"projections": "packed"}, "'packed'", "'pack'"),
     ({"projections": False}, "the bool False", "'off'"),
     ({"mhc": "tritton"}, "'tritton'", "'triton'"),
-    ({"mhc": None}, "None", "'"),
+    ({"mhc": None}, "None", "is 'off'"),
+    ({"mhc": "cuda"}, "the str 'cuda'", "is 'auto', which takes 'cuda' where that is the best"),
+    ({"mhc": "CPP"}, "the str 'CPP'", "is 'auto', which takes 'cpp'"),
+    ({"mhc": "ref"}, "'ref'", "is 'reference'"),
+    ({"projections": "parallel"}, "'parallel'", "is 'streams'"),
+    ({"cudagraphs": True}, "the bool True", "is 'auto'"),
     ({"cudagraphs": "piecwise"}, "'piecwise'", "'piecewise'"),
     ({"cudagraphs": "OFF"}, "'OFF'", "'off'"),
     ({"compiler": "Eager"}, "'Eager'", "'eager'"),
@@ -117,6 +122,15 @@ def test_error_is_one_sentence_with_what_was_found_and_the_nearest(
     assert isinstance(caught.value, ValueError)
     assert next(iter(mapping)) in message and found in message and nearest in message
     assert message.endswith(".") and "\n" not in message and ". " not in message
+
+
+@pytest.mark.parametrize("word", ["cutlass", "", "xyz"])
+def test_where_no_value_is_near_all_of_them_are_listed(word: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        Options.from_mapping({"mhc": word})
+    assert str(caught.value) == (
+        f"Option 'mhc' must be one of 'auto', 'tilelang', 'triton', 'reference', 'off', and it is the str {word!r}."
+    )
 
 
 def test_every_option_has_an_error_case() -> None:

@@ -110,6 +110,7 @@ def test_another_graph_takes_the_code_over(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(compiled) == 2
     second = run(Stack(*(Block(8) for _ in range(7))), torch.randn(5, 8))
     assert len(compiled) == 2 and second[1].pieces[0].reason == "taken over from another graph"
+    assert "\n  pieces: 7 compiled; 2 distinct, 2 of them taken over from another graph" in str(dsv4_compile.report())
     run(Stack(*(Block(8) for _ in range(3))), torch.randn(6, 8), dynamic=False)
     assert len(compiled) == 4  # another shape
     del first

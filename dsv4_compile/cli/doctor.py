@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -27,6 +28,8 @@ OK, NOTE, PROBLEM = "ok", "note", "problem"
 _STREAMS, _HIDDEN = 4, 4096
 _LANGUAGES = {"cuda": "CUDA C++", "cpp": "C++"}
 _ASKED = "DSV4_OPTIONS asks for it"
+_SIMILAR = 0.75
+"""Similarity from which on the name of a variable is a slip of the pen."""
 _MEASURED = "timed once for each range of token counts; DSV4_MEASURE=0 follows a rule"
 
 
@@ -54,6 +57,7 @@ def checks(vllm: Mapping[str, Any] | None = None) -> list[Check]:
         _kernels,
         _compilation,
         _options,
+        _variables,
         _folders,
         _extras,
         lambda: _vllm(vllm),
@@ -183,6 +187,8 @@ def _compilation() -> Iterator[Check]:
         value, why = (str(runs["value"]), str(runs["reason"])) if differs else (str(runs), "")
         if (name, asked) == ("projections", "auto") and not differs:
             value, why = ("measured", _MEASURED) if is_cuda else ("serial", "as they are: as fast on a CPU")
+        if (name, asked) == ("projections", "streams") and not is_cuda:
+            differs, value, why = True, "serial", f"there are no streams on {device}"
         if name == "cudagraphs" and asked in CAPTURING and recorder_of(device) is None:
             differs, value, why = True, "off", f"there are no CUDA graphs on {device}"
         yield Check(f"{name}={asked!r}", PROBLEM if differs and asked != "auto" else OK, value, why)
@@ -191,10 +197,11 @@ def _compilation() -> Iterator[Check]:
 
 
 def _options() -> Iterator[Check]:
+    from dsv4_compile import names
     from dsv4_compile.options import DISABLE_VARIABLE, OPTIONS_VARIABLE, OptionError, Options, disabled
 
     try:
-        Options.resolve({})
+        names.check(Options.resolve({}))
         is_off = disabled()
     except OptionError as error:
         yield Check("environment", PROBLEM, "cannot be used", str(error))
@@ -206,6 +213,37 @@ def _options() -> Iterator[Check]:
     )
     if OPTIONS_VARIABLE in found:
         yield Check(OPTIONS_VARIABLE, NOTE, found[OPTIONS_VARIABLE], "stronger than options= of every call")
+
+
+def _variables() -> Iterator[Check]:
+    """Variables with a value that is not understood, and those that look like one of ours and that nobody reads."""
+    from dsv4_compile.dump.limit import LIMIT_VARIABLE, limit
+    from dsv4_compile.kernels import environment
+    from dsv4_compile.options import DISABLE_VARIABLE, NAMES, OPTIONS_VARIABLE, OptionError
+    from dsv4_compile.standalone import MAX_TOKENS_VARIABLE, token_limit
+    from dsv4_compile.vllm.plugin import VARIABLE, switch
+
+    for name in environment.WORDS:
+        if problem := environment.problem(name):
+            yield Check(name, PROBLEM, "cannot be used", problem)
+    readers: dict[str, Callable[[], object]] = {
+        LIMIT_VARIABLE: limit,
+        MAX_TOKENS_VARIABLE: token_limit,
+        VARIABLE: switch,
+    }
+    for name, read in readers.items():
+        try:
+            read()
+        except OptionError as error:
+            yield Check(name, PROBLEM, "cannot be used", str(error))
+    known = (*environment.WORDS, *readers, OPTIONS_VARIABLE, DISABLE_VARIABLE)
+    for name in sorted(name for name in os.environ if name.startswith("DSV4_") and name not in known):
+        option = name.removeprefix("DSV4_").lower()
+        close = difflib.get_close_matches(name, known, n=1, cutoff=_SIMILAR)
+        if option in NAMES:
+            yield Check(name, PROBLEM, "is not read", f"{option!r} is an option; options go into {OPTIONS_VARIABLE}")
+        elif close:
+            yield Check(name, PROBLEM, "is not read", f"{close[0]} was probably meant")
 
 
 def _folders() -> Iterator[Check]:

@@ -102,8 +102,8 @@ class Runner:
         self._passing = policy.verify
         self._boxed_call = True  # AOTAutograd hands over a list then, to be emptied
 
-    def __del__(self) -> None:
-        if not sys.is_finalizing():
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # `sys` may be gone already
             self._forget(list(self.tapes))
 
     def __call__(self, inputs: list[Any]) -> list[Any]:

@@ -22,7 +22,7 @@ from dsv4_compile.options import OptionError
 from dsv4_compile.vllm import verdict
 from dsv4_compile.vllm.settings import BACKEND, HOOK, PASS
 
-__all__ = ["KEY", "VARIABLE", "register"]
+__all__ = ["KEY", "VARIABLE", "register", "switch"]
 
 VARIABLE = "DSV4_VLLM"
 """The environment variable that switches the passes on (1) or the plugin's part in it off (0)."""
@@ -106,10 +106,26 @@ def _tidy(hooks: dict[str, Any]) -> None:
         del hooks[hook]
 
 
+def switch() -> bool | None:
+    """What `DSV4_VLLM` says, None where it is not set.
+
+    Raises:
+        OptionError: it is neither 1, true, yes, on nor 0, false, no, off.
+    """
+    word = os.environ.get(VARIABLE, "").strip().lower()
+    if word in ("1", "true", "yes", "on"):
+        return True
+    if word in ("0", "false", "no", "off"):
+        return False
+    if word:
+        raise OptionError(f"{VARIABLE} must be 1 or 0, and it is {word!r}.")
+    return None
+
+
 def _wish(config: Any) -> Mapping[str, Any] | None:
     """The options with which the passes are switched on, or None."""
-    word = os.environ.get(VARIABLE, "").strip().lower()
-    if word in ("0", "false", "no", "off"):
+    wanted = switch()
+    if wanted is False:
         return None
     additional = config.additional_config
     found = additional.get(KEY) if isinstance(additional, Mapping) else None
@@ -117,9 +133,7 @@ def _wish(config: Any) -> Mapping[str, Any] | None:
         return found
     if found not in (None, True, False):
         raise OptionError(f'additional_config["{KEY}"] must be true or an object of options, and it is {found!r}.')
-    if word not in ("", "1", "true", "yes", "on"):
-        raise OptionError(f"{VARIABLE} must be 1 or 0, and it is {word!r}.")
-    return {} if found or word else None
+    return {} if found or wanted else None
 
 
 def _set_pass(compilation: Any, options: Mapping[str, Any]) -> None:

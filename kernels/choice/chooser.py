@@ -14,7 +14,6 @@ import abc
 import contextlib
 import dataclasses
 import logging
-import os
 import threading
 import time
 from collections import defaultdict
@@ -24,6 +23,8 @@ from typing import ClassVar, Generic, TypeVar
 
 import torch
 from filelock import BaseFileLock, Timeout
+
+from dsv4_compile.kernels.environment import word
 
 __all__ = ["Choice", "Chooser", "warn"]
 
@@ -115,7 +116,7 @@ class Chooser(abc.ABC, Generic[Problem, Found]):
 
     def _known_ahead(self, problem: Problem, bucket: float, index: int | None) -> Choice[Found] | None:
         """The choice that needs no search."""
-        mode = _mode()
+        mode = word("DSV4_TUNE")
         shipped = self.shipped(problem, bucket)
         if shipped is not None and mode != "1":
             return Choice(shipped, "shipped")
@@ -197,14 +198,6 @@ def warn(reason: str) -> None:
     if reason not in _told:
         _told.add(reason)
         logger.warning("%s.", reason)
-
-
-def _mode() -> str:
-    mode = os.environ.get("DSV4_TUNE") or "auto"
-    if mode not in ("0", "1", "auto"):
-        warn(f"DSV4_TUNE is {mode!r}; it can be 0, 1 or auto, and auto is used")
-        return "auto"
-    return mode
 
 
 def _brief(error: Exception) -> str:

@@ -90,6 +90,8 @@ def test_a_cache_that_grows_is_cut_out_and_the_rest_is_replayed(recorder: FakeRe
     assert report.cudagraphs.sizes == [1] and report.cudagraphs.bytes > 0
     kinds = [piece.kind for piece in report.pieces]
     assert kinds.count("captured") >= 4 and kinds.count("compiled") >= 3
+    text = f"  pieces: {kinds.count('captured')} captured, {kinds.count('compiled')} compiled; "
+    assert text + f"{len({piece.key for piece in report.pieces})} distinct" in str(dsv4_compile.report())
     apart = [piece for piece in report.pieces if piece.kind == "compiled"]
     assert all(
         "follows something other than the token count" in p.reason and "test_runner.py" in p.reason for p in apart
@@ -125,6 +127,7 @@ def test_what_auto_stands_for(
     resolved = Options.resolve(options)
     found, reason = backend.capture_of(resolved, device, patches)
     assert found == mode and bool(reason) == (resolved.cudagraphs == "auto")
+    assert "Inductor captures" not in backend.capture_of(Options(compiler="eager"), device, patches)[1]
 
 
 def test_vllm_captures_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,6 +205,39 @@ def test_split_ops_cut_unless_one_graph_may_hold_everything(recorder: FakeRecord
             torch.testing.assert_close(run(x), model(x))
         assert sum("split_ops" in piece.reason for piece in graph().pieces) == cuts
         torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("mode", ["piecewise", "full_and_piecewise"])
+def test_split_ops_that_no_graph_has_are_in_the_report(recorder: FakeRecorder, mode: str) -> None:
+    asked = ["aten::softmax", "aten::sin.default", "nosuch::attention"]
+    compiled(Plain(), cudagraphs=mode, split_ops=asked)(torch.randn(3, 16))
+    assert graph().split_ops == ["aten::sin.default"]
+    assert "split_ops: ['aten::softmax', 'aten::sin.default', 'nosuch::attention'] -> ['aten::sin.default'] (" in str(
+        dsv4_compile.report()
+    )
+    reason = dsv4_compile.report().effective["split_ops"]["reason"]
+    assert reason.startswith("no graph so far has aten::softmax, nosuch::attention")
+    assert "no nosuch::attention is registered" in reason and "no aten::softmax is" not in reason
+
+
+def test_split_ops_that_a_later_graph_has_are_met(recorder: FakeRecorder) -> None:
+    class Broken(Plain):
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.relu(self.layers[0](x))
+            torch._dynamo.graph_break()
+            return torch.sin(self.layers[1](x))
+
+    seen = []
+    observed = backend._settle
+
+    def settle(report: dsv4_compile.CompileReport, *rest: object) -> None:
+        observed(report, *rest)
+        seen.append(report.effective["split_ops"])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "_settle", settle)
+        compiled(Broken(), split_ops=["aten::sin"])(torch.randn(3, 16))
+    assert seen[0]["value"] == [] and seen[1] == ["aten::sin"]
 
 
 def test_results_of_earlier_calls_stay(recorder: FakeRecorder) -> None:
