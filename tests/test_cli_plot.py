@@ -27,6 +27,11 @@ DATA: dict[str, Any] = {
     "model": {"model": "tiny", "rows": {"decode-1": {"eager": {"ms": 2.0}, "dsv4": {"ms": 1.0}}}},
     "compile-time": {"rows": {"layers/4": {"inductor": {"seconds": 9.0}, "dsv4": {"seconds": 8.0}}}},
     "decode": {"rows": {"batch 1": {"dsv4": {"tokens_per_s": 90.0, "steady_ms": 9.0}, "inductor": {"error": "no"}}}},
+    "vllm-engine": {
+        "rows": {"qwen3_next batch 8": {"vllm": {"ms": 3.0, "kernel_us": 900.0}, "dsv4": {"ms": 2.0, "mhc_us": 0.0}}},
+        "starts": {"qwen3_next": {"vllm": {"compile_seconds": 9.0}}, "deepseek_v4": {"replay": {"start_seconds": 1.0}}},
+        "replay": {"1": {"replay": {"microseconds": {"vllm": 24.0, "dsv4": 6.0}}}},
+    },
     "dump": {"layers": 2, "seconds": {"dsv4": {"total": 2.0, "passes": 1.0}, "dsv4 with a dump": {"total": 3.0}}},
 }
 
@@ -60,6 +65,11 @@ def test_what_is_drawn_are_the_numbers_of_the_file():
     assert flash.series == {"ours": {1: 2.0, 64: 3.0}, "floor": {1: 1.0, 64: 1.0}}
     (model,) = plot.panels("model", DATA["model"])
     assert model.series == {"eager": {"decode-1": 2.0}, "dsv4": {"decode-1": 1.0}} and not model.has_lines
+    token, kernels, compiled, boundary = plot.panels("vllm-engine", DATA["vllm-engine"])
+    assert token.series == {"vllm": {"qwen3_next batch 8": 3.0}, "dsv4": {"qwen3_next batch 8": 2.0}}
+    assert kernels.series == {"vllm": {"qwen3_next batch 8": 900.0}}
+    assert compiled.series == {"vllm": {"qwen3_next": 9.0}}
+    assert boundary.series == {"vllm": {1: 24.0}, "dsv4": {1: 6.0}} and boundary.has_lines
     (dump,) = plot.panels("dump", DATA["dump"])
     assert dump.series["total"] == {"dsv4": 2.0, "dsv4 with a dump": 3.0}
 
@@ -78,7 +88,7 @@ def test_every_benchmark_can_be_drawn(name, tmp_path):
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
 def test_the_results_of_the_repository_can_be_drawn(path, tmp_path):
     pytest.importorskip("matplotlib")
-    name = path.stem.rpartition("-")[0]
+    name = path.stem.rpartition("-")[0].replace("_", "-")
     assert run("bench", "--plot", tmp_path / "a.png", "--from", path, name).exit_code == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 

@@ -211,6 +211,22 @@ def _dump(data: Mapping[str, Any]) -> list[Panel]:
     return [panel]
 
 
+def _vllm_engine(data: Any) -> list[Panel]:
+    """Rows by model and batch with a cell for each variant; `starts` by model, `replay` by tokens."""
+    starts = {"rows": data["starts"]}
+    boundary = Panel("one mHC boundary, in a CUDA graph", "microseconds a call")
+    for tokens, cells in data["replay"].items():
+        for name, time in cells["replay"]["microseconds"].items():
+            boundary.add(name, int(tokens), time)
+    return [
+        *_cells(data, "ms", "milliseconds, median", "one token of every row of a batch"),
+        *_cells(data, "kernel_us", "microseconds", "all kernels of one step"),
+        *_cells(data, "mhc_us", "microseconds", "kernels of mHC in one step"),
+        *_cells(starts, "compile_seconds", "seconds", "torch.compile at the start, beside the other engines"),
+        boundary,
+    ]
+
+
 _READERS: dict[str, Callable[[Any], list[Panel]]] = {
     "projections": _projections,
     "mhc": _mhc,
@@ -218,4 +234,5 @@ _READERS: dict[str, Callable[[Any], list[Panel]]] = {
     "compile-time": _compile_time,
     "dump": _dump,
     "decode": _decode,
+    "vllm-engine": _vllm_engine,
 }

@@ -3,16 +3,19 @@
     python tests/vllm/engine.py MODEL '[{"compilation": {"mode": 2}, "additional": {}, "plain": true}, ...]'
 
 MODEL is a folder with a tiny model; `plain` keeps its linears as `torch.nn.functional.linear`, as they are on a GPU
-(vLLM's CPU platform packs weights for kernels of its own); `piecewise` keeps mode 3, which that platform turns into 2.
+(vLLM's CPU platform packs weights for kernels of its own); `piecewise` keeps mode 3, which that platform turns into 2;
+`seeing` is for a language model whose file in vLLM holds its relative with eyes as well.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib.machinery
 import json
 import os
 import re
 import sys
+import types
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -50,6 +53,25 @@ def name_cuda_operators() -> None:
             _libraries.append(library)
 
 
+def name_torchvision() -> None:
+    """Lets modules that process images be imported without torchvision, whose builds on PyPI want another torch."""
+    from transformers.utils import is_torchvision_available
+    from vllm.model_executor.models import registry
+
+    if is_torchvision_available():  # and it is kept for later that it is not
+        return
+    outer = None
+    for name in ("torchvision", "transforms", "v2", "functional"):
+        path = f"{outer.__name__}.{name}" if outer else name
+        module = types.ModuleType(path)
+        module.__path__, module.__spec__ = [], importlib.machinery.ModuleSpec(path, None, is_package=True)
+        sys.modules[path] = module
+        if outer:
+            setattr(outer, name, module)
+        outer = module
+    registry._run_in_subprocess = lambda look: look()  # it would look at the model's class in another process
+
+
 @contextmanager
 def patched(run: Mapping[str, Any]) -> Iterator[None]:
     """vLLM as `run` wants it."""
@@ -70,6 +92,8 @@ def patched(run: Mapping[str, Any]) -> Iterator[None]:
 
     if run.get("piecewise"):
         name_cuda_operators()
+    if run.get("seeing"):
+        name_torchvision()
     linears = plain if run.get("plain") else utils.dispatch_cpu_unquantized_gemm
     platform = classmethod(piecewise if run.get("piecewise") else update)
     with (

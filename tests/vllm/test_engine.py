@@ -1,7 +1,7 @@
 """Real engines of vLLM on the CPU, a tiny Qwen3-Next with random weights: what is started, what runs, the same tokens.
 
 An engine takes a good part of a minute to start, so the starts are shared by the tests: the processes `cold` and `warm`
-one after the other with one cache folder, and one server with its engine in a process of its own.
+one after the other with one cache folder, one with a tiny Qwen3.5, and one server with its engine in its own process.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ WARM: dict[str, dict[str, Any]] = {
     "serial": COLD["serial"],
     "backend": COLD["backend"],
 }
+QWEN3_5: dict[str, dict[str, Any]] = {
+    name: {**COLD[name], "seeing": True} for name in ("without", "serial", "piecewise")
+}
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +76,18 @@ def warm(model: str, cache: str, cold: dict[str, dict[str, Any]]) -> dict[str, d
     return start(model, cache, WARM)
 
 
+@pytest.fixture(scope="module")
+def qwen3_5(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    import torch
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    folder = tmp_path_factory.mktemp("qwen3_5")
+    config = runpy.run_path(str(ROOT / "examples/vllm_engine.py"))["CONFIG"]
+    torch.manual_seed(0)
+    Qwen3_5ForCausalLM(Qwen3_5TextConfig(**config)).bfloat16().save_pretrained(folder / "model")
+    return start(str(folder / "model"), str(folder / "cache"), QWEN3_5)
+
+
 def groups(result: dict[str, Any]) -> list[list[str]]:
     """The members of each group of projections in the reports."""
     graphs = [graph for report in result["reports"] for graph in report["graphs"]]
@@ -94,6 +109,14 @@ def test_the_projections_of_qwen_are_found_and_run_together(cold, way, mode):
     assert cold[way]["mode"] == mode
     assert ["in_proj_qkvz", "in_proj_ba"] in groups(cold[way])
     assert operators(cold[way]) == ["parallel_linear"]
+
+
+@pytest.mark.parametrize(("way", "mode"), [("serial", 2), ("piecewise", 3)])
+def test_qwen3_5_is_treated_and_its_tokens_are_the_same(qwen3_5, way, mode):
+    assert len({*map(tuple, qwen3_5["without"]["tokens"])}) == 2, "two prompts, two answers"
+    assert qwen3_5[way]["tokens"] == qwen3_5["without"]["tokens"]
+    assert qwen3_5[way]["mode"] == mode and groups(qwen3_5[way]) == [["in_proj_qkvz", "in_proj_ba"]]
+    assert operators(qwen3_5[way]) == ["parallel_linear"] and operators(qwen3_5["without"]) == []
 
 
 def test_two_sets_of_options_in_one_process_do_not_share_code(cold):
