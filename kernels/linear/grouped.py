@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from dsv4_compile.kernels.linear import packing, products, skinny, strategies, tuning
-from dsv4_compile.kernels.linear.strategies import Operand, Plan, Problem
+from dsv4_compile.kernels.linear.products import FLOAT8, Scaled
+from dsv4_compile.kernels.linear.strategies import Low, Operand, Plan, Problem
 from dsv4_compile.kernels.linear.tuning import LIMITS
 
-__all__ = ["composed", "fake", "run", "run_as"]
+__all__ = ["Group", "composed", "fake", "known_as", "run", "run_as", "run_plan"]
 
 _KEEP = 4096
 """Lists of weights that are remembered."""
@@ -25,7 +26,7 @@ _KEEP = 4096
 _address = torch.Tensor.data_ptr
 
 
-class _Group:
+class Group:
     """What is known of a list of weights `[M_i, K]`, without the weights themselves."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
@@ -38,7 +39,14 @@ class _Group:
         self.plans: dict[tuple[Any, ...], Plan] = {}
         """Plans that are chosen for good, by what the call adds."""
 
-    def problem(self, rows: Tensor, biases: Sequence[Tensor | None], streams: Sequence[int], pack: bool) -> Problem:
+    def problem(
+        self,
+        rows: Tensor,
+        biases: Sequence[Tensor | None],
+        streams: Sequence[int],
+        pack: bool,
+        scaled: tuple[Low, ...] = (),
+    ) -> Problem:
         return Problem(
             tuning.card_of(rows.device.index if rows.is_cuda else None),
             self.columns,
@@ -50,10 +58,11 @@ class _Group:
             rows.dtype,
             rows.is_contiguous(),
             self.aligned,
+            scaled,
         )
 
 
-_groups: dict[tuple[int, ...], _Group] = {}
+_groups: dict[tuple[int, ...], Group] = {}
 
 
 def run(
@@ -68,7 +77,7 @@ def run(
     addresses = tuple(map(_address, weights))
     group = _groups.get(addresses)
     if group is None or not group.same(*weights):
-        group = _remember(addresses, x, weights, biases, streams)
+        group = _checked(addresses, x, weights, biases, streams)
     rows = products.rows_of(x)
     tokens = rows.shape[0]
     without = [bias is None for bias in biases]
@@ -85,10 +94,10 @@ def run(
         operands = plan.operands(weights)
     except RuntimeError:
         # The addresses are those of a run, and other storages lie there now.
-        group = _remember(addresses, x, weights, biases, streams)
+        group = _checked(addresses, x, weights, biases, streams)
         plan = _choose(group, key, x, rows, weights, biases, streams, max_tokens, pack)
         operands = plan.operands(weights)
-    return _run(plan, operands, x, rows, weights, biases)
+    return run_plan(plan, operands, x, rows, weights, biases)
 
 
 def run_as(
@@ -104,11 +113,11 @@ def run_as(
         RuntimeError: the weights do not lie as the way needs them to.
     """
     rows = products.rows_of(x)
-    problem = _Group(weights).problem(rows, biases, streams, True)
+    problem = Group(weights).problem(rows, biases, streams, True)
     if strategies.STRATEGIES[name].gather is not None and not problem.aligned:
         raise RuntimeError(f"{name} needs weights of which every row is contiguous and begins at 16 bytes.")
     plan = strategies.plan_of(name, problem)
-    return _run(plan, plan.operands(weights), x, rows, weights, biases)
+    return run_plan(plan, plan.operands(weights), x, rows, weights, biases)
 
 
 def fake(
@@ -145,23 +154,34 @@ def composed(
     return [torch.cat(of_dtype, dim=-1) for of_dtype in parts.values()]
 
 
-def _remember(
+def _checked(
     addresses: tuple[int, ...],
     x: Tensor,
     weights: list[Tensor],
     biases: list[Tensor | None],
     streams: list[int],
-) -> _Group:
+) -> Group:
     products.check(x, weights, biases)
     products.check_streams(weights, streams)
+    return _remember(addresses, weights)
+
+
+def _remember(addresses: tuple[int, ...], weights: Sequence[Tensor]) -> Group:
     if len(_groups) >= _KEEP:
         _groups.clear()
-    group = _groups[addresses] = _Group(weights)
+    group = _groups[addresses] = Group(weights)
     return group
 
 
+def known_as(weights: Sequence[Tensor]) -> Group:
+    """What is known of these weights, float8 ones among them; they have been checked."""
+    addresses = tuple(map(_address, weights))
+    group = _groups.get(addresses)
+    return group if group is not None and group.same(*weights) else _remember(addresses, weights)
+
+
 def _choose(
-    group: _Group,
+    group: Group,
     key: tuple[Any, ...],
     x: Tensor,
     rows: Tensor,
@@ -183,14 +203,16 @@ def _choose(
     return plan
 
 
-def _run(
+def run_plan(
     plan: Plan,
     operands: list[list[Operand]],
     x: Tensor,
     rows: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
+    scaled: Sequence[Scaled] = (),
 ) -> list[Tensor]:
+    """The outputs of `plan.outputs`, with the leading axes of `x`; see `strategies.execute`."""
     if plan.alone:
         # What serving does in most layers, with as little on the host as can be.
         operand = operands[0][0]
@@ -200,19 +222,22 @@ def _run(
         tokens, columns = rows.shape
         outputs = [rows.new_empty((tokens, width), dtype=dtype) for dtype, width in plan.outputs]
         casts = {dtype: rows.new_empty((tokens, columns), dtype=dtype) for dtype in plan.casts}
-        strategies.execute(plan, rows, operands, weights, biases, outputs, casts)
+        strategies.execute(plan, rows, operands, weights, biases, outputs, casts, scaled)
     if x.dim() == 2:
         return outputs
     return [output.view(*x.shape[:-1], output.shape[1]) for output in outputs]
 
 
 def _runs(weights: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
-    """The members of each run of weights of one dtype that lie one behind the other, in the order of the outputs."""
+    """The members of each run of weights of one dtype that lie one behind the other, in the order of the outputs.
+
+    float8 weights have scales of their own, so none of them is in a run with others.
+    """
     runs: list[list[int]] = []
     for dtype in dict.fromkeys(weight.dtype for weight in weights):
         run: list[int] = []
         for member in (i for i, weight in enumerate(weights) if weight.dtype == dtype):
-            if run and packing.separation([weights[i] for i in (*run, member)]) is None:
+            if run and dtype != FLOAT8 and packing.separation([weights[i] for i in (*run, member)]) is None:
                 run.append(member)
             else:
                 run = [member]

@@ -2,11 +2,26 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["check", "check_dtypes", "check_streams", "joined", "linear", "multiply", "rows_of"]
+__all__ = [
+    "FLOAT8",
+    "Scaled",
+    "check",
+    "check_dtypes",
+    "check_scaled",
+    "check_streams",
+    "joined",
+    "linear",
+    "multiply",
+    "multiply_scaled",
+    "rows_of",
+]
+
+FLOAT8 = torch.float8_e4m3fn
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -19,6 +34,31 @@ def multiply(rows: Tensor, turned: Tensor, bias: Tensor | None, out: Tensor | No
     if bias is None:
         return torch.mm(rows, turned, out=out)
     return torch.addmm(bias, rows, turned, out=out)
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """What a float8 weight `[M, K]` is multiplied by, as `torch._scaled_mm` takes it.
+
+    rows: `[N, K]`, float8. of_rows, of_weight: float32 scales, one number each, or `[N, 1]` and `[1, M]`. dtype: of the
+    result. fast: whether the tensor cores may add up with fewer bits.
+    """
+
+    rows: Tensor
+    of_rows: Tensor
+    of_weight: Tensor
+    dtype: torch.dtype
+    fast: bool = False
+
+
+def multiply_scaled(given: Scaled, turned: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    """`[N, M] = of_rows * of_weight * (rows[N, K] @ turned[K, M]) + bias[M]`, into `out`, which is contiguous."""
+    if out.numel() == 0:
+        return out
+    scales = {"scale_a": given.of_rows, "scale_b": given.of_weight}
+    return torch._scaled_mm(
+        given.rows, turned, **scales, bias=bias, out_dtype=given.dtype, use_fast_accum=given.fast, out=out
+    )
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -80,3 +120,28 @@ def check_dtypes(weights: Sequence[Tensor]) -> None:
     dtypes = sorted({str(weight.dtype) for weight in weights})
     if len(dtypes) > 1:
         raise RuntimeError(f"Packed linear layers need weights of one dtype, and theirs are {', '.join(dtypes)}.")
+
+
+def check_scaled(x: Tensor, given: Scaled, weight: Tensor, bias: Tensor | None) -> None:
+    """Raises RuntimeError where `torch._scaled_mm` would not take this float8 weight `[M, K]` beside the input `x`."""
+    rows, columns, features = math.prod(x.shape[:-1]), x.shape[-1], weight.shape[0]
+    if weight.dim() != 2 or weight.shape[1] != columns or given.rows.shape != (rows, columns):
+        raise RuntimeError(
+            f"A float8 layer needs an input [{rows}, {columns}] and a weight [M, {columns}], and their shapes are "
+            f"{list(given.rows.shape)} and {list(weight.shape)}."
+        )
+    if given.rows.dtype != FLOAT8 or weight.dtype != FLOAT8:
+        raise RuntimeError(f"Input and weight must be {FLOAT8}, and they are {given.rows.dtype} and {weight.dtype}.")
+    scales = given.of_rows, given.of_weight
+    if any(scale.dtype != torch.float32 for scale in scales) or not (
+        all(scale.numel() == 1 for scale in scales)
+        or (given.of_rows.shape == (rows, 1) and given.of_weight.shape == (1, features))
+    ):
+        raise RuntimeError(
+            f"Scales must be float32, one number each or [{rows}, 1] and [1, {features}], and they are "
+            f"{list(given.of_rows.shape)} and {list(given.of_weight.shape)}."
+        )
+    if bias is not None and (bias.dtype != given.dtype or bias.shape != (features,)):
+        raise RuntimeError(
+            f"The bias must be [{features}] in {given.dtype}, and it is {list(bias.shape)} in {bias.dtype}."
+        )

@@ -8,6 +8,9 @@
     pack+streams     current stream:  abc      side 1:  d
     skinny: ...      current stream:  abc wherever they lie, d        up to 64 tokens (`skinny`)
 
+A group may have float8 weights besides, at its end, each with a float8 input and scales of its own (`Scaled`): in torch
+`_scaled_mm` makes their products, in `skinny` the launch of the others. Each of them has an output of its own.
+
 Each product writes its columns of the output of its dtype. A further way (a kernel of its own, say) is one more entry
 of `STRATEGIES`.
 """
@@ -25,8 +28,21 @@ from torch import Tensor
 
 from dsv4_compile.kernels import streams as auxiliary
 from dsv4_compile.kernels.linear import products, skinny
+from dsv4_compile.kernels.linear.products import Scaled
 
-__all__ = ["STRATEGIES", "Card", "Plan", "Problem", "Strategy", "default", "execute", "fastest", "legal", "plan_of"]
+__all__ = [
+    "STRATEGIES",
+    "Card",
+    "Low",
+    "Plan",
+    "Problem",
+    "Strategy",
+    "default",
+    "execute",
+    "fastest",
+    "legal",
+    "plan_of",
+]
 
 PACK_MAX_TOKENS = 4096
 """Up to so many tokens one product does not fill the card by itself, so that packing pays where nothing is measured."""
@@ -37,7 +53,7 @@ MARGIN = 1.02
 Multiply = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 """`[N, M]` of rows `[N, K]`, transposed weight `[K, M]`, bias `[M]` and where to write it, as `products.multiply`."""
 
-Gather = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor | None], Tensor], None]
+Gather = Callable[..., None]
 """Fills `[N, sum M_i]` from rows `[N, K]`, weights `[M_i, K]` and biases `[M_i]`, as `skinny.multiply`."""
 
 
@@ -51,13 +67,24 @@ class Card:
 
 
 @dataclass(frozen=True)
+class Low:
+    """A float8 weight. `dtype` is that of the result, `by_row` whether each row and each token has a scale of its own,
+    `input` the number of its input (those with one number have one input), `fast` as in `products.Scaled`."""
+
+    dtype: torch.dtype
+    by_row: bool
+    input: int
+    fast: bool
+
+
+@dataclass(frozen=True)
 class Problem:
     """What decides which way is the fastest, besides the token count.
 
     `features` are the M_i of weights `[M_i, columns]`. `runs` are the members of each run of weights that lie one
     behind the other. `streams` are the stream of each weight, all 0 where nothing may leave the current stream. `x` is
     the dtype of the input, and `contiguous` whether its rows are. `aligned`: every row of every weight is contiguous
-    and begins at a multiple of 16 bytes.
+    and begins at a multiple of 16 bytes. `scaled` describes the last weights, those that are float8.
     """
 
     card: Card
@@ -70,6 +97,12 @@ class Problem:
     x: torch.dtype
     contiguous: bool
     aligned: bool = True
+    scaled: tuple[Low, ...] = ()
+
+    @property
+    def plain(self) -> int:
+        """How many weights are not float8; they come first."""
+        return len(self.features) - len(self.scaled)
 
     @property
     def has_runs(self) -> bool:
@@ -147,6 +180,7 @@ class Product:
     """One matrix product: the members whose weights it reads, and the columns it writes of the output of their dtype.
 
     `base` is the member that the memory of a run begins with. `gathered`: the weights are read wherever they lie.
+    `beside` are the outputs of float8 members, which are the last ones; `output` is that of the others.
     """
 
     members: tuple[int, ...]
@@ -155,6 +189,7 @@ class Product:
     start: int
     stop: int
     gathered: bool = False
+    beside: tuple[int, ...] = ()
 
 
 Operand = Tensor | list[Tensor]
@@ -200,12 +235,13 @@ def plan_of(name: str, problem: Problem) -> Plan:
     strategy = STRATEGIES[name]
     units = _units(strategy, problem)
     slots = [[*units]] if not strategy.forks else _spread(problem, units, by_owner=not strategy.packed)
-    dtypes = tuple(dict.fromkeys(problem.dtypes))
+    dtypes = tuple(dict.fromkeys(problem.dtypes[: problem.plain]))
     starts, widths = _columns(problem)
     made = tuple(tuple(_product(strategy, problem, unit, dtypes, starts) for unit in slot) for slot in slots)
     casts = tuple(dtype for dtype in dtypes if dtype != problem.x)
     alone = len(units) == 1 and not casts and not any(problem.biased) and strategy.gather is None
-    return Plan(strategy, problem.columns, made, tuple(widths.items()), casts, alone)
+    low = zip((low.dtype for low in problem.scaled), problem.features[problem.plain :], strict=True)
+    return Plan(strategy, problem.columns, made, (*widths.items(), *low), casts, alone)
 
 
 def _units(strategy: Strategy, problem: Problem) -> tuple[tuple[int, ...], ...]:
@@ -215,16 +251,20 @@ def _units(strategy: Strategy, problem: Problem) -> tuple[tuple[int, ...], ...]:
     if strategy.gather is None:
         return tuple((i,) for i in range(len(problem.features)))
     alike: defaultdict[Hashable, list[int]] = defaultdict(list)
-    for i, dtype in enumerate(problem.dtypes):
-        alike[dtype if skinny.takes(dtype) else i].append(i)
+    for i in range(len(problem.features)):
+        dtype = skinny.joined_type(problem, i)
+        alike[i if dtype is None else dtype].append(i)
     return tuple(map(tuple, alike.values()))
 
 
 def _columns(problem: Problem) -> tuple[list[int], dict[torch.dtype, int]]:
-    """Where the columns of each member begin in the output of its dtype, and the width of each output."""
+    """Where the columns of each member begin in the output of its dtype, and the width of each output.
+
+    Without those of float8 weights, which have outputs of their own.
+    """
     widths: defaultdict[torch.dtype, int] = defaultdict(int)
     starts = []
-    for features, dtype in zip(problem.features, problem.dtypes, strict=True):
+    for features, dtype in zip(problem.features[: problem.plain], problem.dtypes, strict=False):
         starts.append(widths[dtype])
         widths[dtype] += features
     return starts, dict(widths)
@@ -237,11 +277,16 @@ def _product(
     dtypes: Sequence[torch.dtype],
     starts: Sequence[int],
 ) -> Product:
+    beside = tuple(len(dtypes) + i - problem.plain for i in members if i >= problem.plain)
+    if len(beside) == len(members):
+        (member,) = members
+        return Product(members, member, beside[0], 0, problem.features[member], beside=beside)
     base = next((i for i in members if problem.features[i]), members[0])
     start = starts[members[0]]
-    stop = start + sum(problem.features[i] for i in members)
-    gathered = strategy.gather is not None and skinny.takes(problem.dtypes[base])
-    return Product(members, base, dtypes.index(problem.dtypes[base]), start, stop, gathered)
+    stop = start + sum(problem.features[i] for i in members if i < problem.plain)
+    dtype = problem.dtypes[members[0]]
+    gathered = strategy.gather is not None and skinny.takes(dtype)
+    return Product(members, base, dtypes.index(dtype), start, stop, gathered, beside)
 
 
 def _spread(problem: Problem, units: Iterable[tuple[int, ...]], by_owner: bool) -> list[list[tuple[int, ...]]]:
@@ -271,6 +316,7 @@ def execute(
     biases: Sequence[Tensor | None],
     outputs: Sequence[Tensor],
     casts: Mapping[torch.dtype, Tensor],
+    scaled: Sequence[Scaled] = (),
 ) -> None:
     """Runs `plan`; what follows on the current stream comes after all of it.
 
@@ -283,12 +329,13 @@ def execute(
         operands: `plan.operands(weights)`.
         outputs: `[N, M]` for each of `plan.outputs`, to be filled.
         casts: `[N, K]` for each of `plan.casts`, to be filled with `rows`.
+        scaled: what the float8 weights, which are the last ones, are multiplied by.
     """
     for cast in casts.values():
         cast.copy_(rows)
     work = [
         [
-            _task(plan.strategy, product, operand, rows, weights, biases, outputs, casts)
+            _task(plan.strategy, product, operand, rows, weights, biases, outputs, casts, scaled)
             for product, operand in zip(*slot, strict=True)
         ]
         for slot in zip(plan.slots, operands, strict=True)
@@ -297,7 +344,8 @@ def execute(
     if not any(sides):
         _run_all(work[0])
         return
-    auxiliary.execute_in_parallel(main or _nothing, sides, rows.device, inputs=(rows, *casts.values()))
+    low = [tensor for given in scaled for tensor in (given.rows, given.of_rows, given.of_weight)]
+    auxiliary.execute_in_parallel(main or _nothing, sides, rows.device, inputs=(rows, *casts.values(), *low))
 
 
 def _task(
@@ -309,16 +357,27 @@ def _task(
     biases: Sequence[Tensor | None],
     outputs: Sequence[Tensor],
     casts: Mapping[torch.dtype, Tensor],
+    scaled: Sequence[Scaled],
 ) -> Callable[[], Any]:
     """Makes one product."""
     output = outputs[product.output]
     members = product.members
+    plain = len(weights) - len(scaled)
+    if members[0] >= plain:
+        assert isinstance(operand, Tensor)
+        given = scaled[members[0] - plain]
+        return functools.partial(products.multiply_scaled, given, operand, biases[members[0]], output)
     cast = casts.get(output.dtype, rows)
     if product.stop - product.start < output.shape[1]:
         output = output[:, product.start : product.stop]
     if isinstance(operand, list):
         assert strategy.gather is not None
-        return functools.partial(strategy.gather, cast, operand, [biases[i] for i in members], output)
+        gather = functools.partial(strategy.gather, cast, operand, [biases[i] for i in members])
+        if not product.beside:
+            return functools.partial(gather, output)
+        counts = [weights[i].shape[0] for i in members if i < plain]
+        each = [*output.split(counts, dim=1), *(outputs[i] for i in product.beside)]
+        return functools.partial(gather, each, scaled=[scaled[i - plain] for i in members if i >= plain])
     bias = biases[members[0]]
     if len(members) > 1:
         bias = products.joined([biases[i] for i in members], [weights[i] for i in members])
