@@ -139,10 +139,18 @@ def _scaled(
             f"Each of the {len(inputs)} float8 inputs needs a scale, and so does its weight, and there were "
             f"{len(input_scales)} and {len(weight_scales)} scales."
         )
-    return [
-        Scaled(rows, of_rows, of_weight, dtype, fast)
-        for rows, of_rows, of_weight in zip(inputs, input_scales, weight_scales, strict=True)
-    ]
+    plain: dict[int, Tensor] = {}
+    found = []
+    for rows, of_rows, of_weight in zip(inputs, input_scales, weight_scales, strict=True):
+        if rows.dim() == 2 and rows.stride(1) != 1:
+            rows = plain.setdefault(id(rows), rows.contiguous())
+        found.append(Scaled(rows, _side_by_side(of_rows), _side_by_side(of_weight), dtype, fast))
+    return found
+
+
+def _side_by_side(scale: Tensor) -> Tensor:
+    """The same numbers, with the strides that `torch._scaled_mm` asks for also along an axis of length 1."""
+    return scale.reshape(-1).view(scale.shape) if scale.dim() == 2 else scale
 
 
 def _lows(scaled: Sequence[Scaled]) -> tuple[Low, ...]:

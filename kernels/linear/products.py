@@ -40,8 +40,8 @@ def multiply(rows: Tensor, turned: Tensor, bias: Tensor | None, out: Tensor | No
 class Scaled:
     """What a float8 weight `[M, K]` is multiplied by, as `torch._scaled_mm` takes it.
 
-    rows: `[N, K]`, float8. of_rows, of_weight: float32 scales, one number each, or `[N, 1]` and `[1, M]`. dtype: of the
-    result. fast: whether the tensor cores may add up with fewer bits.
+    rows: `[N, K]`, float8, contiguous by rows. of_rows, of_weight: float32 scales, one number each, or `[N, 1]` and
+    `[1, M]`. dtype: of the result. fast: whether the tensor cores may add up with fewer bits.
     """
 
     rows: Tensor

@@ -54,8 +54,8 @@ def aligned(scaled: Sequence[Scaled]) -> list[Scaled]:
             if key not in copies:
                 copies[key] = rows.clone(memory_format=torch.contiguous_format)
             rows = copies[key]
-        scales = {"of_rows": given.of_rows.contiguous(), "of_weight": given.of_weight.contiguous()}
-        found.append(dataclasses.replace(given, rows=rows, **scales))
+        of_rows, of_weight = given.of_rows.contiguous(), given.of_weight.contiguous()
+        found.append(dataclasses.replace(given, rows=rows, of_rows=of_rows, of_weight=of_weight))
     return found
 
 

@@ -1,0 +1,243 @@
+"""float8 products (`torch._scaled_mm`) beside the linears of their activation, as on a CUDA device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dsv4_compile
+from dsv4_compile.kernels import linear
+from dsv4_compile.kernels.linear import tuning
+from dsv4_compile.passes import projections
+from tests.passes.test_projections import names, run
+
+FLOAT8, BF16 = torch.float8_e4m3fn, torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The pass takes every group for one on a CUDA device."""
+    monkeypatch.setattr(projections, "_device_type", lambda group: "cuda")
+    monkeypatch.setenv("DSV4_MEASURE", "1")
+    tuning.forget()
+    yield
+    tuning.forget()
+
+
+def by_tensor(x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = x.abs().amax().float() / 448
+    return (x.float() / scale).clamp(-448, 448).to(FLOAT8), scale
+
+
+def by_row(x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = x.abs().amax(-1, keepdim=True).float() / 448
+    return (x.float() / scale).clamp(-448, 448).to(FLOAT8), scale
+
+
+class Float8(nn.Module):
+    """A float8 layer `[features, width]`; the weight is stored as `[M, K]`, or by columns as `[K, M]` if `turned`."""
+
+    def __init__(
+        self,
+        width: int,
+        features: int,
+        rows: bool = False,
+        bias: bool = False,
+        turned: bool = False,
+        fast: bool = False,
+    ) -> None:
+        super().__init__()
+        weight, scale = (by_row if rows else by_tensor)(torch.randn(features, width))
+        self.turned, self.fast = turned, fast
+        self.quantise: Callable[[Tensor], tuple[Tensor, Tensor]] = by_row if rows else by_tensor
+        self.weight = nn.Parameter(weight.t() if turned else weight, requires_grad=False)
+        self.scale = nn.Parameter(scale.t() if rows else scale, requires_grad=False)
+        self.bias = nn.Parameter(torch.randn(features).to(BF16)) if bias else None
+
+    def product(self, rows: Tensor, scale: Tensor) -> Tensor:
+        weight = self.weight if self.turned else self.weight.t()
+        return torch._scaled_mm(
+            rows, weight, scale_a=scale, scale_b=self.scale, bias=self.bias, out_dtype=BF16, use_fast_accum=self.fast
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, scale = self.quantise(x.reshape(-1, x.shape[-1]))
+        return self.product(rows, scale).view(*x.shape[:-1], -1)
+
+
+def plain(width: int, features: int, bias: bool = False) -> nn.Linear:
+    return nn.Linear(width, features, bias=bias, dtype=BF16)
+
+
+class Attention(nn.Module):
+    """DeepSeek's: query and key in float8, what is beside them in bfloat16."""
+
+    def __init__(self, **low: bool) -> None:
+        super().__init__()
+        self.q, self.kv = Float8(64, 32, **low), Float8(64, 16, **low)
+        self.gate, self.state, self.index = plain(64, 16), plain(64, 24, True), plain(64, 8)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        x = x * 2
+        return [self.q(x).relu(), self.gate(x), self.kv(x) + 1, self.state(x).sigmoid(), self.index(x)]
+
+
+class PlainFirst(nn.Module):
+    """A linear and its reader come before the float8 input is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.q = plain(64, 16), Float8(64, 32)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        x = x * 2
+        gate = self.gate(x).sigmoid()
+        return [gate, self.q(x) * gate.amax()]
+
+
+def auto(module: nn.Module, *inputs: Tensor, **options: object) -> tuple[object, dsv4_compile.GraphReport]:
+    return run(module, *inputs, projections="auto", **options)
+
+
+def assert_like_eager(out: object, module: nn.Module, *inputs: Tensor) -> None:
+    with torch.no_grad():
+        for ours, eager in zip(out, module(*inputs), strict=True):
+            assert ours.stride() == eager.stride()
+            torch.testing.assert_close(ours, eager, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("low", [{}, {"rows": True}, {"bias": True}, {"turned": True}, {"fast": True}], ids=str)
+@pytest.mark.parametrize("shape", [(5, 64), (2, 3, 64), (1, 1, 64)])
+def test_float8_products_join_the_linears_of_their_activation(shape: tuple[int, ...], low: dict[str, bool]) -> None:
+    module, x = Attention(**low), torch.randn(shape).to(BF16)
+    out, graph = auto(module, x)
+    assert_like_eager(out, module, x)
+    assert names(graph) == [["gate", "state", "index", "q", "kv"]]
+    (group,) = graph.projections
+    assert group.strategy == "measured" and "with 2 float8 products" in group.reason
+    assert [one.dtype for one in group.linears] == ["bfloat16"] * 3 + ["float8_e4m3fn"] * 2
+    assert group.biased == (False, True, False, bool(low.get("bias")), bool(low.get("bias")))
+    assert not graph.missed
+    (choice,) = graph.measured()[0].measured
+    assert choice.source.startswith("default")
+    (entry,) = linear.choices()
+    assert {one["by_row"] for one in entry["scaled"]} == {bool(low.get("rows"))}
+
+
+def test_one_linear_and_one_float8_product_are_a_group_and_its_input_is_made_before() -> None:
+    module, x = PlainFirst(), torch.randn(5, 64).to(BF16)
+    out, graph = auto(module, x)
+    assert_like_eager(out, module, x)
+    assert names(graph) == [["gate", "q"]]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_static_and_dynamic_shapes(compiler: str, dynamic: bool) -> None:
+    model = Attention(rows=True)
+    options = {"compiler": compiler, "mhc": "off"}
+    compiled = torch.compile(model, backend="dsv4", options=options, dynamic=dynamic)
+    with torch._inductor.config.patch(force_disable_caches=True), torch.no_grad():
+        for tokens in (3, 6):
+            x = torch.randn(tokens, 5, 64).to(BF16)
+            assert_like_eager(compiled(x), model, x)
+    graphs = dsv4_compile.report().graphs
+    assert [len(group.linears) for graph in graphs for group in graph.projections] == [5] * (1 if dynamic else 2)
+
+
+class Depends(nn.Module):
+    """The float8 input is made from the result of a linear of the same activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.other, self.q = plain(64, 64), plain(64, 8), Float8(64, 32)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        x = x * 2
+        rows, scale = by_tensor(x * self.gate(x))
+        return [self.q.product(rows, scale), self.other(x)]
+
+
+class Blocks(nn.Module):
+    """Numbers of another float8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.other = plain(64, 64), plain(64, 8)
+        self.q = Float8(64, 32)
+        self.q.quantise = lambda x: (x.to(torch.float8_e5m2), torch.ones(()))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        x = x * 2
+        return [self.q(x), self.gate(x), self.other(x)]
+
+
+class Computed(Blocks):
+    """A weight that is computed from an activation."""
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        x = x * 2
+        rows, scale = by_tensor(x)
+        weight = torch.cat([x.abs().amax(0, keepdim=True).to(FLOAT8)] * 16)
+        low = torch._scaled_mm(rows, weight.t(), scale_a=scale, scale_b=scale, out_dtype=BF16)
+        return [low, self.gate(x), self.other(x)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [(Depends, "depends on another product"), (Blocks, "its operands are"), (Computed, "computed, not a parameter")],
+)
+def test_a_float8_product_that_cannot_join_is_left_with_its_reason(kind: type[nn.Module], reason: str) -> None:
+    module, x = kind(), torch.randn(5, 64).to(BF16)
+    out, graph = auto(module, x)
+    assert_like_eager(out, module, x)
+    assert [len(group.linears) for group in graph.projections] == [2]
+    (missed,) = graph.missed
+    assert "keeps its own kernel" in missed.reason and reason in missed.reason
+
+
+@pytest.mark.parametrize("strategy", ["pack", "streams", "serial"])
+def test_other_strategies_leave_float8_products_alone(strategy: str) -> None:
+    module, x = Attention(), torch.randn(5, 64).to(BF16)
+    out, graph = run(module, x, projections=strategy)
+    assert_like_eager(out, module, x)
+    assert names(graph) == [["gate", "state", "index"]]
+    assert len(graph.missed) == 2 and all("keeps its own kernel" in missed.reason for missed in graph.missed)
+    module = PlainFirst()
+    out, graph = run(module, x, projections=strategy)
+    assert_like_eager(out, module, x)
+    assert not graph.projections
+
+
+def test_on_a_cpu_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(projections, "_device_type", lambda group: "cpu")
+    module, x = Attention(), torch.randn(5, 64).to(BF16)
+    out, graph = auto(module, x)
+    assert_like_eager(out, module, x)
+    assert [group.strategy for group in graph.projections] == ["serial"]
+
+
+class Many(nn.Module):
+    """Two layers, one behind the other, and an input of which two float8 layers have different scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Attention(), Attention()
+        self.out, self.extra = plain(96, 64), Float8(64, 16)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        x = self.out(torch.cat(self.first(x), -1)).tanh()
+        rows = (x * 4).to(FLOAT8)
+        return [*self.second(x), self.extra.product(rows, torch.full((), 0.25))]
+
+
+def test_groups_behind_each_other() -> None:
+    module, x = Many(), torch.randn(5, 64).to(BF16)
+    out, graph = auto(module, x)
+    assert [len(group.linears) for group in graph.projections] in ([5, 5], [5, 6])
+    with torch.no_grad():
+        for ours, eager in zip(out, module(x), strict=True):
+            torch.testing.assert_close(ours, eager, rtol=5e-2, atol=5e-2)
