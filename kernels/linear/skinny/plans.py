@@ -224,6 +224,8 @@ def _tiles_of_warp(parts: Sequence[int], groups: int, row_warps: int) -> int:
 def _is_possible(variant: Variant, columns: int, room: int) -> bool:
     plan = variant.plan
     registers = variant.tiles * variant.tokens // 2  # that a thread sums in
+    if variant.low:
+        registers += variant.tokens // 4  # tokens are held twice as wide
     return (
         plan.columns % (16 * WARPS // variant.row_warps) == 0
         and -(-columns // plan.columns) >= variant.splits
