@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import dsv4_compile
 from dsv4_compile.kernels import linear
 from dsv4_compile.kernels.linear import tuning
 from dsv4_compile.passes import projections
+from tests.kernels.test_float8 import scales_rows_on_a_cpu, skip_unless_torch_scales_rows
 from tests.passes.test_projections import names, run
 
 FLOAT8, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -75,10 +77,10 @@ def plain(width: int, features: int, bias: bool = False) -> nn.Linear:
 class Attention(nn.Module):
     """DeepSeek's: query and key in float8, what is beside them in bfloat16."""
 
-    def __init__(self, **low: bool) -> None:
+    def __init__(self, width: int = 64, **low: bool) -> None:
         super().__init__()
-        self.q, self.kv = Float8(64, 32, **low), Float8(64, 16, **low)
-        self.gate, self.state, self.index = plain(64, 16), plain(64, 24, True), plain(64, 8)
+        self.q, self.kv = Float8(width, 32, **low), Float8(width, 16, **low)
+        self.gate, self.state, self.index = plain(width, 16), plain(width, 24, True), plain(width, 8)
 
     def forward(self, x: Tensor) -> list[Tensor]:
         x = x * 2
@@ -112,6 +114,8 @@ def assert_like_eager(out: object, module: nn.Module, *inputs: Tensor) -> None:
 @pytest.mark.parametrize("low", [{}, {"rows": True}, {"bias": True}, {"turned": True}, {"fast": True}], ids=str)
 @pytest.mark.parametrize("shape", [(5, 64), (2, 3, 64), (1, 1, 64)])
 def test_float8_products_join_the_linears_of_their_activation(shape: tuple[int, ...], low: dict[str, bool]) -> None:
+    if low.get("rows"):
+        skip_unless_torch_scales_rows()
     module, x = Attention(**low), torch.randn(shape).to(BF16)
     out, graph = auto(module, x)
     assert_like_eager(out, module, x)
@@ -137,7 +141,7 @@ def test_one_linear_and_one_float8_product_are_a_group_and_its_input_is_made_bef
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
 def test_static_and_dynamic_shapes(compiler: str, dynamic: bool) -> None:
-    model = Attention(rows=True)
+    model = Attention(rows=scales_rows_on_a_cpu())
     options = {"compiler": compiler, "mhc": "off"}
     compiled = torch.compile(model, backend="dsv4", options=options, dynamic=dynamic)
     with torch._inductor.config.patch(force_disable_caches=True), torch.no_grad():
@@ -241,3 +245,28 @@ def test_groups_behind_each_other() -> None:
     with torch.no_grad():
         for ours, eager in zip(out, module(x), strict=True):
             torch.testing.assert_close(ours, eager, rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cudagraphs", ["off", "auto"])
+@pytest.mark.parametrize("rows", [False, True])
+def test_on_the_card_the_way_is_measured_for_the_whole_group(
+    rows: bool, cudagraphs: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("the card has no float8")
+    monkeypatch.setenv("DSV4_TUNE", "auto")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    model = Attention(4096, rows=rows).cuda()
+    compiled = torch.compile(model, backend="dsv4", options={"mhc": "off", "cudagraphs": cudagraphs})
+    with torch.inference_mode():
+        for _ in range(6):
+            x = torch.randn(8, 4096, device="cuda", dtype=BF16)
+            made = [output.clone() for output in compiled(x)]
+            for ours, eager in zip(made, model(x), strict=True):
+                torch.testing.assert_close(ours, eager, rtol=3e-2, atol=3e-1)
+    (graph,) = dsv4_compile.report().graphs
+    (group,) = graph.measured()
+    assert [linear.dtype for linear in group.linears] == ["bfloat16"] * 3 + ["float8_e4m3fn"] * 2
+    (choice,) = group.measured
+    assert choice.source == "searched" and any(name.startswith("skinny") for name in choice.microseconds)
