@@ -264,7 +264,8 @@ def test_on_the_card_the_way_is_measured_for_the_whole_group(
             x = torch.randn(8, 4096, device="cuda", dtype=BF16)
             made = [output.clone() for output in compiled(x)]
             for ours, eager in zip(made, model(x), strict=True):
-                torch.testing.assert_close(ours, eager, rtol=3e-2, atol=3e-1)
+                # Inductor rounds some inputs to the float8 number next to eager's.
+                assert (ours.float() - eager.float()).norm() <= 2e-2 * eager.float().norm()
     (graph,) = dsv4_compile.report().graphs
     (group,) = graph.measured()
     assert [linear.dtype for linear in group.linears] == ["bfloat16"] * 3 + ["float8_e4m3fn"] * 2
