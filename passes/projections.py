@@ -20,6 +20,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -66,8 +67,9 @@ class _Linear:
         return int((shape(self.node) or (0,))[-1])
 
     @property
-    def dtype(self) -> torch.dtype:
-        return value(self.node).dtype
+    def wide(self) -> bool:
+        """Whether the result is float32 although the weight is not: `torch.mm(..., out_dtype=torch.float32)`."""
+        return value(self.node).dtype != value(self.weight).dtype
 
     @property
     def owner(self) -> str:
@@ -125,6 +127,13 @@ class ProjectionsPass:
         moved: dict[Node, Node] = {}
         for group in groups:
             strategy, reason = self._choose(group)
+            if strategy != "measured" and any(linear.wide for linear in group.linears):
+                left = "its result is float32, which only a measured group has beside others"
+                missed += [_missed(linear.node, left) for linear in group.linears if linear.wide]
+                group = replace(group, linears=tuple(linear for linear in group.linears if not linear.wide))
+                if len(group.linears) < 2:
+                    continue
+                strategy, reason = self._choose(group)
             why = "nothing is measured" if strategy != "measured" else _low_obstacle(graph, group)
             if group.low and why is not None:
                 left = f"a quantised product (_scaled_mm) keeps its own kernel: {why}"
@@ -232,6 +241,9 @@ def _missed(node: Node, why: str) -> Missed:
     return Missed("projections", module_path(node), why, source_location(node))
 
 
+_READ = {aten.mm.default, aten.addmm.default, *([aten.mm.dtype] if hasattr(aten.mm, "dtype") else [])}
+
+
 def _operands(node: Node) -> tuple[Node | None, Node, Node]:
     """(bias, activation, weight) of a product."""
     if packet(node) is aten.addmm:
@@ -247,6 +259,8 @@ def _parse(node: Node) -> _Linear | tuple[Node, str] | None:
         return _trace(activation, None)[0], f"a product of vLLM's ({name}) keeps its own kernel and its packed weight"
     if op not in (aten.mm, aten.addmm) or not is_floating(node):
         return None
+    if node.target not in _READ:
+        return _trace(_operands(node)[1], None)[0], f"{node.target} is a product of another kind"
     bias, activation, weight = _operands(node)
     inner = (shape(weight) or (0,))[0]
     if not isinstance(inner, int):
@@ -261,6 +275,8 @@ def _parse(node: Node) -> _Linear | tuple[Node, str] | None:
         or value(activation).dtype != value(weight).dtype
     ):
         return x, "its input is rounded on the way"
+    if value(node).dtype not in (value(weight).dtype, torch.float32):
+        return x, f"its result is {value(node).dtype}"
     return _Linear(node, _stored(weight), bias, tuple(chain))
 
 
@@ -309,9 +325,9 @@ def _tokens(x: Node) -> int | None:
 
 def _by_dtype(group: _Group) -> list[list[_Linear]]:
     """The linears of each dtype, in order of first appearance: those that one product can serve."""
-    alike: dict[torch.dtype, list[_Linear]] = defaultdict(list)
+    alike: dict[tuple[torch.dtype, bool], list[_Linear]] = defaultdict(list)
     for linear in group.linears:
-        alike[value(linear.weight).dtype].append(linear)
+        alike[value(linear.weight).dtype, linear.wide].append(linear)
     return list(alike.values())
 
 
@@ -404,11 +420,13 @@ def _measured(
     with graph.inserting_before(first):
         weights = [_as_weight(graph, linear) for linear in group.linears]
         biases = [linear.bias for linear in group.linears]
+        flags = [linear.wide for linear in group.linears]
+        wide = [flags] if any(flags) else []
         if group.low:
-            made = _with_low(graph, group, weights, (streams, max_tokens, pack), first)
+            made = _with_low(graph, group, weights, (streams, max_tokens, pack, *wide), first)
         else:
             target = torch.ops.dsv4.grouped_linear.default
-            made = call(graph, target, (group.x, weights, biases, streams, max_tokens, pack), like=first)
+            made = call(graph, target, (group.x, weights, biases, streams, max_tokens, pack, *wide), like=first)
         outputs: dict[Node, Node] = {}
         for i, linears in enumerate(_by_dtype(group)):
             columns = item(graph, made, i)
@@ -421,9 +439,9 @@ def _measured(
     return moved | {product.node: product.put(graph, output) for product, output in zip(group.low, low, strict=True)}
 
 
-def _with_low(graph: Graph, group: _Group, weights: list[Node], how: tuple[list[int], int, bool], like: Node) -> Node:
-    """A call of `mixed_linear` at the insertion point. `how`: streams, most tokens for them, and whether to pack."""
-    streams, max_tokens, pack = how
+def _with_low(graph: Graph, group: _Group, weights: list[Node], how: tuple[Any, ...], like: Node) -> Node:
+    """A call of `mixed_linear` at the insertion point. `how`: streams, and the arguments after `fast`."""
+    streams, *rest = how
     low = group.low
     quantised = (
         [product.input for product in low],
@@ -435,7 +453,7 @@ def _with_low(graph: Graph, group: _Group, weights: list[Node], how: tuple[list[
         all(product.fast for product in low),
     )
     biases = [linear.bias for linear in group.linears]
-    arguments = (group.x, weights, biases, streams, *quantised, max_tokens, pack)
+    arguments = (group.x, weights, biases, streams, *quantised, *rest)
     return call(graph, torch.ops.dsv4.mixed_linear.default, arguments, like=like)
 
 
@@ -521,7 +539,7 @@ def _report(group: _Group, strategy: str, reason: str, streams: list[int], packs
         LinearInfo(
             module_path(member.node).removeprefix(site + ".") or member.node.name,
             member.features,
-            str(value(member.weight).dtype if isinstance(member, ScaledProduct) else member.dtype)[len("torch.") :],
+            str(value(member.weight).dtype).removeprefix("torch."),
             stream if strategy in ("streams", "measured") else 0,
         )
         for member, stream in zip(group.members, streams, strict=True)

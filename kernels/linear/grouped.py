@@ -6,6 +6,8 @@ and dtypes only, so that a weight that was moved or replaced is another list: no
 
 from __future__ import annotations
 
+import functools
+import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -46,6 +48,7 @@ class Group:
         streams: Sequence[int],
         pack: bool,
         scaled: tuple[Low, ...] = (),
+        wide: tuple[bool, ...] = (),
     ) -> Problem:
         return Problem(
             tuning.card_of(rows.device.index if rows.is_cuda else None),
@@ -53,12 +56,13 @@ class Group:
             self.features,
             self.dtypes,
             tuple(bias is not None for bias in biases),
-            self.runs if pack else tuple((i,) for i in range(len(self.features))),
+            _parted(self.runs, wide) if pack else tuple((i,) for i in range(len(self.features))),
             tuple(streams),
             rows.dtype,
             rows.is_contiguous(),
             self.aligned,
             scaled,
+            wide,
         )
 
 
@@ -72,6 +76,7 @@ def run(
     streams: list[int],
     max_tokens: int = 1024,
     pack: bool = True,
+    wide: Sequence[bool] = (),
 ) -> list[Tensor]:
     """The operator, see `operators.grouped_linear`."""
     addresses = tuple(map(_address, weights))
@@ -83,11 +88,11 @@ def run(
     without = [bias is None for bias in biases]
     key = (
         bisect_left(LIMITS, tokens), tokens <= max_tokens, rows.dtype, rows.is_contiguous(), pack, *streams, None,
-        *without,
+        *without, *wide,
     )  # fmt: skip
     plan = group.plans.get(key)
     if plan is None:
-        plan = _choose(group, key, x, rows, weights, biases, streams, max_tokens, pack)
+        plan = _choose(group, key, x, rows, weights, biases, streams, max_tokens, pack, wide)
     elif not all(without):
         products.check(x, weights, biases)
     try:
@@ -95,7 +100,7 @@ def run(
     except RuntimeError:
         # The addresses are those of a run, and other storages lie there now.
         group = _checked(addresses, x, weights, biases, streams)
-        plan = _choose(group, key, x, rows, weights, biases, streams, max_tokens, pack)
+        plan = _choose(group, key, x, rows, weights, biases, streams, max_tokens, pack, wide)
         operands = plan.operands(weights)
     return run_plan(plan, operands, x, rows, weights, biases)
 
@@ -106,6 +111,7 @@ def run_as(
     weights: list[Tensor],
     biases: list[Tensor | None],
     streams: list[int],
+    wide: Sequence[bool] = (),
 ) -> list[Tensor]:
     """The operator with the way `name` of `strategies.STRATEGIES`. For measurements and tests.
 
@@ -113,7 +119,7 @@ def run_as(
         RuntimeError: the weights do not lie as the way needs them to.
     """
     rows = products.rows_of(x)
-    problem = Group(weights).problem(rows, biases, streams, True)
+    problem = Group(weights).problem(rows, biases, streams, True, wide=tuple(wide))
     if strategies.STRATEGIES[name].gather is not None and not problem.aligned:
         raise RuntimeError(f"{name} needs weights of which every row is contiguous and begins at 16 bytes.")
     plan = strategies.plan_of(name, problem)
@@ -127,14 +133,20 @@ def fake(
     streams: list[int],
     max_tokens: int = 1024,
     pack: bool = True,
+    wide: Sequence[bool] = (),
 ) -> list[Tensor]:
     """Outputs without values."""
     products.check(x, weights, biases)
     products.check_streams(weights, streams)
-    widths: dict[torch.dtype, int] = {}
-    for weight in weights:
-        widths[weight.dtype] = widths.get(weight.dtype, 0) + weight.shape[0]
-    return [x.new_empty((*x.shape[:-1], width), dtype=dtype) for dtype, width in widths.items()]
+    products.check_wide(weights, wide)
+    widths: dict[tuple[torch.dtype, bool], int] = {}
+    for weight, is_wide in _marked(weights, wide):
+        kind = weight.dtype, is_wide
+        widths[kind] = widths.get(kind, 0) + weight.shape[0]
+    return [
+        x.new_empty((*x.shape[:-1], width), dtype=torch.float32 if is_wide else dtype)
+        for (dtype, is_wide), width in widths.items()
+    ]
 
 
 def composed(
@@ -144,14 +156,21 @@ def composed(
     streams: list[int],
     max_tokens: int = 1024,
     pack: bool = True,
+    wide: Sequence[bool] = (),
 ) -> list[Tensor]:
     """Outputs that have gradients."""
     products.check(x, weights, biases)
     products.check_streams(weights, streams)
-    parts: dict[torch.dtype, list[Tensor]] = {}
-    for weight, bias in zip(weights, biases, strict=True):
-        parts.setdefault(weight.dtype, []).append(products.linear(x, weight, bias))
-    return [torch.cat(of_dtype, dim=-1) for of_dtype in parts.values()]
+    products.check_wide(weights, wide)
+    parts: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
+    for (weight, is_wide), bias in zip(_marked(weights, wide), biases, strict=True):
+        multiply = products.linear_wide if is_wide else products.linear
+        parts.setdefault((weight.dtype, is_wide), []).append(multiply(x, weight, bias))
+    return [torch.cat(of_kind, dim=-1) for of_kind in parts.values()]
+
+
+def _marked(weights: Sequence[Tensor], wide: Sequence[bool]) -> list[tuple[Tensor, bool]]:
+    return list(zip(weights, wide or [False] * len(weights), strict=True))
 
 
 def _checked(
@@ -190,12 +209,14 @@ def _choose(
     streams: Sequence[int],
     max_tokens: int,
     pack: bool,
+    wide: Sequence[bool],
 ) -> Plan:
     """The plan for such a call, remembered if it is for good."""
     products.check(x, weights, biases)
     products.check_streams(weights, streams)
+    products.check_wide(weights, wide)
     index = rows.device.index if rows.is_cuda else None
-    problem = group.problem(rows, biases, streams, pack)
+    problem = group.problem(rows, biases, streams, pack, wide=tuple(wide))
     name, problem, settled = tuning.strategy(problem, rows.shape[0], max_tokens, index)
     plan = strategies.plan_of(name, problem)
     if settled:
@@ -243,6 +264,21 @@ def _runs(weights: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
                 run = [member]
                 runs.append(run)
     return tuple(map(tuple, runs))
+
+
+def _parted(runs: tuple[tuple[int, ...], ...], wide: Sequence[bool]) -> tuple[tuple[int, ...], ...]:
+    """The same runs, cut where results have another dtype than those before."""
+    if not any(wide):
+        return runs
+    parted: list[tuple[int, ...]] = []
+    for run in runs:
+        is_wide = functools.partial(_is_wide, wide)
+        parted += [tuple(members) for _, members in itertools.groupby(run, is_wide)]
+    return tuple(parted)
+
+
+def _is_wide(wide: Sequence[bool], member: int) -> bool:
+    return member < len(wide) and wide[member]
 
 
 def _sameness(weights: Sequence[Tensor]) -> Callable[..., bool]:

@@ -34,6 +34,7 @@ def run(
     fast: bool = False,
     max_tokens: int = 1024,
     pack: bool = True,
+    wide: Sequence[bool] = (),
 ) -> list[Tensor]:
     """The operator, see `operators.mixed_linear`."""
     scaled = _scaled(inputs, input_scales, weight_scales, dtype, fast)
@@ -43,12 +44,13 @@ def run(
     tokens = rows.shape[0]
     key = (
         bisect_left(LIMITS, tokens), tokens <= max_tokens, rows.dtype, rows.is_contiguous(), pack, *streams, None,
-        *(bias is None for bias in all_biases), lows,
+        *(bias is None for bias in all_biases), lows, *wide,
     )  # fmt: skip
     plan = group.plans.get(key)
     if plan is None:
         index = rows.device.index if rows.is_cuda else None
-        problem = group.problem(rows, all_biases, streams, pack, lows)
+        products.check_wide(weights, wide)
+        problem = group.problem(rows, all_biases, streams, pack, lows, tuple(wide))
         name, problem, settled = tuning.strategy(problem, tokens, max_tokens, index)
         plan = strategies.plan_of(name, problem)
         if settled:
@@ -63,6 +65,7 @@ def run_as(
     biases: Sequence[Tensor | None],
     streams: Sequence[int],
     scaled: Sequence[Scaled],
+    wide: Sequence[bool] = (),
 ) -> list[Tensor]:
     """The operator with the way `name` of `strategies.STRATEGIES`, the float8 weights last. For measurements and tests.
 
@@ -70,7 +73,7 @@ def run_as(
         RuntimeError: the weights do not lie as the way needs them to.
     """
     rows = products.rows_of(x)
-    problem = grouped.Group(weights).problem(rows, biases, streams, True, _lows(scaled))
+    problem = grouped.Group(weights).problem(rows, biases, streams, True, _lows(scaled), tuple(wide))
     if strategies.STRATEGIES[name].gather is not None and not problem.aligned:
         raise RuntimeError(f"{name} needs weights of which every row is contiguous and begins at 16 bytes.")
     plan = strategies.plan_of(name, problem)
@@ -91,11 +94,12 @@ def fake(
     fast: bool = False,
     max_tokens: int = 1024,
     pack: bool = True,
+    wide: Sequence[bool] = (),
 ) -> list[Tensor]:
     """Outputs without values."""
     scaled = _scaled(inputs, input_scales, weight_scales, dtype, fast)
     _check(x, weights, biases, streams, scaled, low_weights, low_biases)
-    plain = grouped.fake(x, weights, biases, streams[: len(weights)])
+    plain = grouped.fake(x, weights, biases, streams[: len(weights)], wide=wide)
     return plain + [x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype) for weight in low_weights]
 
 
@@ -113,11 +117,12 @@ def composed(
     fast: bool = False,
     max_tokens: int = 1024,
     pack: bool = True,
+    wide: Sequence[bool] = (),
 ) -> list[Tensor]:
     """Outputs of which those of the float8 weights have no gradients."""
     scaled = _scaled(inputs, input_scales, weight_scales, dtype, fast)
     _check(x, weights, biases, streams, scaled, low_weights, low_biases)
-    plain = grouped.composed(x, weights, biases, streams[: len(weights)])
+    plain = grouped.composed(x, weights, biases, streams[: len(weights)], wide=wide)
     low = []
     with torch.no_grad():
         for given, weight, bias in zip(scaled, low_weights, low_biases, strict=True):

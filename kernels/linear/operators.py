@@ -24,14 +24,14 @@ _library = torch.library.Library("dsv4", "FRAGMENT")
 # flexible_layout: any strides will do, so Inductor need not copy an input into its eager layout.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 _library.define(
-    "grouped_linear(Tensor x, Tensor[] weights, Tensor?[] biases, int[] streams, int max_tokens=1024, bool pack=True)"
-    " -> Tensor[]",
+    "grouped_linear(Tensor x, Tensor[] weights, Tensor?[] biases, int[] streams, int max_tokens=1024, bool pack=True,"
+    " bool[] wide=[]) -> Tensor[]",
     tags=_TAGS,
 )
 _library.define(
     "mixed_linear(Tensor x, Tensor[] weights, Tensor?[] biases, int[] streams, Tensor[] inputs, Tensor[] low_weights,"
     " Tensor?[] low_biases, Tensor[] input_scales, Tensor[] weight_scales, ScalarType dtype, bool fast=False,"
-    " int max_tokens=1024, bool pack=True) -> Tensor[]",
+    " int max_tokens=1024, bool pack=True, bool[] wide=[]) -> Tensor[]",
     tags=_TAGS,
 )
 _library.define(
@@ -51,6 +51,7 @@ def grouped_linear(
     streams: Sequence[int],
     max_tokens: int = 1024,
     pack: bool = True,
+    wide: Sequence[bool] = (),
 ) -> list[Tensor]:
     """Linear layers on one input, in the way that is the fastest for their shapes and the number of rows.
 
@@ -69,15 +70,17 @@ def grouped_linear(
             `s` of the device. All 0: nothing leaves the current stream.
         max_tokens: with more rows than this in `x` nothing leaves the current stream.
         pack: whether weights that lie one behind the other may be read as one.
+        wide: for each weight whether its result is float32 although the weight is bfloat16 or float16, as that of
+            `torch.mm(..., out_dtype=torch.float32)`; empty: none is.
 
     Returns:
         `[..., sum M_i]` for each dtype among the weights, in order of first appearance: the results of the weights of
-        that dtype side by side, in their order; contiguous.
+        that dtype side by side, in their order; contiguous. Wide ones of a dtype are an output of their own.
 
     Raises:
         RuntimeError: the lists differ in length, a stream is negative, or a shape does not fit.
     """
-    return torch.ops.dsv4.grouped_linear(x, weights, biases, streams, max_tokens, pack)
+    return torch.ops.dsv4.grouped_linear(x, weights, biases, streams, max_tokens, pack, wide)
 
 
 def mixed_linear(
@@ -94,6 +97,7 @@ def mixed_linear(
     fast: bool = False,
     max_tokens: int = 1024,
     pack: bool = True,
+    wide: Sequence[bool] = (),
 ) -> list[Tensor]:
     """`grouped_linear`, and beside it float8 layers, whose input is mostly that input, quantised.
 
@@ -103,7 +107,7 @@ def mixed_linear(
     that may be one launch for all (`skinny`), which rounds no less exactly than `torch._scaled_mm`.
 
     Args:
-        x, weights, biases, max_tokens, pack: as in `grouped_linear`; there is at least one weight.
+        x, weights, biases, max_tokens, pack, wide: as in `grouped_linear`; there is at least one weight.
         streams: for each of `weights`, then for each of `low_weights`.
         inputs: `[N, K]` each, float8_e4m3fn; N is the number of rows of `x`. Several may be the same tensor.
         low_weights: `[M_j, K]` each, float8_e4m3fn, contiguous by rows.
@@ -120,7 +124,7 @@ def mixed_linear(
     """
     return torch.ops.dsv4.mixed_linear(
         x, weights, biases, streams, inputs, low_weights, low_biases, input_scales, weight_scales, dtype, fast,
-        max_tokens, pack,
+        max_tokens, pack, wide,
     )  # fmt: skip
 
 

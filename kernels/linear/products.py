@@ -14,10 +14,13 @@ __all__ = [
     "check_dtypes",
     "check_scaled",
     "check_streams",
+    "check_wide",
     "joined",
     "linear",
+    "linear_wide",
     "multiply",
     "multiply_scaled",
+    "multiply_wide",
     "rows_of",
 ]
 
@@ -34,6 +37,24 @@ def multiply(rows: Tensor, turned: Tensor, bias: Tensor | None, out: Tensor | No
     if bias is None:
         return torch.mm(rows, turned, out=out)
     return torch.addmm(bias, rows, turned, out=out)
+
+
+def multiply_wide(rows: Tensor, turned: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    """`multiply` in bfloat16 or float16 into `out` in float32, in which the sums are not rounded."""
+    if not rows.is_cuda:
+        torch.mm(rows.float(), turned.float(), out=out)
+    elif out.is_contiguous():
+        torch.ops.aten.mm.dtype_out(rows, turned, torch.float32, out=out)
+    else:
+        out.copy_(torch.mm(rows, turned, out_dtype=torch.float32))
+    return out if bias is None else out.add_(bias)
+
+
+def linear_wide(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`linear` with a result in float32."""
+    rows = rows_of(x).to(weight.dtype).float()
+    made = torch.nn.functional.linear(rows, weight.float(), None if bias is None else bias.float())
+    return made.view(*x.shape[:-1], weight.shape[0])
 
 
 @dataclass(frozen=True)
@@ -145,3 +166,12 @@ def check_scaled(x: Tensor, given: Scaled, weight: Tensor, bias: Tensor | None) 
         raise RuntimeError(
             f"The bias must be [{features}] in {given.dtype}, and it is {list(bias.shape)} in {bias.dtype}."
         )
+
+
+def check_wide(weights: Sequence[Tensor], wide: Sequence[bool]) -> None:
+    """Raises RuntimeError where `wide`, if there is one, does not fit the weights."""
+    if wide and len(wide) != len(weights):
+        raise RuntimeError(f"There are {len(weights)} weights, and {len(wide)} say whether their result is float32.")
+    for weight, is_wide in zip(weights, wide, strict=False):
+        if is_wide and weight.dtype not in (torch.bfloat16, torch.float16):
+            raise RuntimeError(f"A result in float32 needs a weight in bfloat16 or float16, and one is {weight.dtype}.")

@@ -66,6 +66,10 @@ class Card:
     capability: int = 0
 
 
+Kind = tuple[torch.dtype, bool]
+"""What an output has: dtype of the weights, and whether it is float32 although they are not."""
+
+
 @dataclass(frozen=True)
 class Low:
     """A float8 weight. `dtype` is that of the result, `by_row` whether each row and each token has a scale of its own,
@@ -84,7 +88,8 @@ class Problem:
     `features` are the M_i of weights `[M_i, columns]`. `runs` are the members of each run of weights that lie one
     behind the other. `streams` are the stream of each weight, all 0 where nothing may leave the current stream. `x` is
     the dtype of the input, and `contiguous` whether its rows are. `aligned`: every row of every weight is contiguous
-    and begins at a multiple of 16 bytes. `scaled` describes the last weights, those that are float8.
+    and begins at a multiple of 16 bytes. `scaled` describes the last weights, those that are float8. `wide` says of
+    which of the others the results are float32 although the weight is not; empty: of none.
     """
 
     card: Card
@@ -98,6 +103,11 @@ class Problem:
     contiguous: bool
     aligned: bool = True
     scaled: tuple[Low, ...] = ()
+    wide: tuple[bool, ...] = ()
+
+    def kind(self, member: int) -> Kind:
+        """Which output the result of a weight that is not float8 is a part of."""
+        return self.dtypes[member], bool(self.wide) and self.wide[member]
 
     @property
     def plain(self) -> int:
@@ -177,10 +187,10 @@ def fastest(times: Mapping[str, float]) -> str:
 
 @dataclass(frozen=True)
 class Product:
-    """One matrix product: the members whose weights it reads, and the columns it writes of the output of their dtype.
+    """One matrix product: the members whose weights it reads, and the columns it writes of their output.
 
     `base` is the member that the memory of a run begins with. `gathered`: the weights are read wherever they lie.
-    `beside` are the outputs of float8 members, which are the last ones; `output` is that of the others.
+    `parts` are output, start and stop of each member, where several outputs are written.
     """
 
     members: tuple[int, ...]
@@ -189,7 +199,7 @@ class Product:
     start: int
     stop: int
     gathered: bool = False
-    beside: tuple[int, ...] = ()
+    parts: tuple[tuple[int, int, int], ...] = ()
 
 
 Operand = Tensor | list[Tensor]
@@ -235,13 +245,14 @@ def plan_of(name: str, problem: Problem) -> Plan:
     strategy = STRATEGIES[name]
     units = _units(strategy, problem)
     slots = [[*units]] if not strategy.forks else _spread(problem, units, by_owner=not strategy.packed)
-    dtypes = tuple(dict.fromkeys(problem.dtypes[: problem.plain]))
-    starts, widths = _columns(problem)
-    made = tuple(tuple(_product(strategy, problem, unit, dtypes, starts) for unit in slot) for slot in slots)
+    dtypes = dict.fromkeys(problem.dtypes[: problem.plain])
+    places, outputs = _columns(problem)
+    made = tuple(tuple(_product(strategy, problem, unit, places) for unit in slot) for slot in slots)
     casts = tuple(dtype for dtype in dtypes if dtype != problem.x)
-    alone = len(units) == 1 and not casts and not any(problem.biased) and strategy.gather is None
-    low = zip((low.dtype for low in problem.scaled), problem.features[problem.plain :], strict=True)
-    return Plan(strategy, problem.columns, made, (*widths.items(), *low), casts, alone)
+    alone = (
+        len(units) == 1 and not casts and not any(problem.biased) and not any(problem.wide) and strategy.gather is None
+    )
+    return Plan(strategy, problem.columns, made, outputs, casts, alone)
 
 
 def _units(strategy: Strategy, problem: Problem) -> tuple[tuple[int, ...], ...]:
@@ -257,36 +268,33 @@ def _units(strategy: Strategy, problem: Problem) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, alike.values()))
 
 
-def _columns(problem: Problem) -> tuple[list[int], dict[torch.dtype, int]]:
-    """Where the columns of each member begin in the output of its dtype, and the width of each output.
+def _columns(problem: Problem) -> tuple[list[tuple[int, int, int]], tuple[tuple[torch.dtype, int], ...]]:
+    """Output, first column and last of each member, and dtype and width of each output.
 
-    Without those of float8 weights, which have outputs of their own.
+    Members of one kind are side by side in an output; float8 weights have outputs of their own.
     """
-    widths: defaultdict[torch.dtype, int] = defaultdict(int)
-    starts = []
-    for features, dtype in zip(problem.features[: problem.plain], problem.dtypes, strict=False):
-        starts.append(widths[dtype])
-        widths[dtype] += features
-    return starts, dict(widths)
+    widths: dict[Kind, int] = {}
+    places = []
+    for i, features in enumerate(problem.features[: problem.plain]):
+        start = widths.setdefault(problem.kind(i), 0)
+        widths[problem.kind(i)] = start + features
+        places.append(([*widths].index(problem.kind(i)), start, start + features))
+    low = list(zip((low.dtype for low in problem.scaled), problem.features[problem.plain :], strict=True))
+    places += [(i, 0, features) for i, (_, features) in enumerate(low, len(widths))]
+    outputs = [(torch.float32 if wide else dtype, width) for (dtype, wide), width in widths.items()]
+    return places, (*outputs, *low)
 
 
 def _product(
-    strategy: Strategy,
-    problem: Problem,
-    members: tuple[int, ...],
-    dtypes: Sequence[torch.dtype],
-    starts: Sequence[int],
+    strategy: Strategy, problem: Problem, members: tuple[int, ...], places: Sequence[tuple[int, int, int]]
 ) -> Product:
-    beside = tuple(len(dtypes) + i - problem.plain for i in members if i >= problem.plain)
-    if len(beside) == len(members):
-        (member,) = members
-        return Product(members, member, beside[0], 0, problem.features[member], beside=beside)
     base = next((i for i in members if problem.features[i]), members[0])
-    start = starts[members[0]]
-    stop = start + sum(problem.features[i] for i in members if i < problem.plain)
-    dtype = problem.dtypes[members[0]]
-    gathered = strategy.gather is not None and skinny.takes(dtype)
-    return Product(members, base, dtypes.index(dtype), start, stop, gathered, beside)
+    own = tuple(places[i] for i in members)
+    output, start, _ = own[0]
+    stop = start + sum(stop - start for _, start, stop in own)
+    gathered = strategy.gather is not None and skinny.takes(problem.dtypes[members[0]])
+    several = len({output for output, _, _ in own}) > 1
+    return Product(members, base, output, start, stop, gathered, own if several else ())
 
 
 def _spread(problem: Problem, units: Iterable[tuple[int, ...]], by_owner: bool) -> list[list[tuple[int, ...]]]:
@@ -367,20 +375,22 @@ def _task(
         assert isinstance(operand, Tensor)
         given = scaled[members[0] - plain]
         return functools.partial(products.multiply_scaled, given, operand, biases[members[0]], output)
-    cast = casts.get(output.dtype, rows)
-    if product.stop - product.start < output.shape[1]:
+    dtype = weights[members[0]].dtype
+    cast = casts.get(dtype, rows)
+    if not product.parts and product.stop - product.start < output.shape[1]:
         output = output[:, product.start : product.stop]
     if isinstance(operand, list):
         assert strategy.gather is not None
         gather = functools.partial(strategy.gather, cast, operand, [biases[i] for i in members])
-        if not product.beside:
+        if not product.parts:
             return functools.partial(gather, output)
-        counts = [weights[i].shape[0] for i in members if i < plain]
-        each = [*output.split(counts, dim=1), *(outputs[i] for i in product.beside)]
+        each = [outputs[i][:, start:stop] for i, start, stop in product.parts]
         return functools.partial(gather, each, scaled=[scaled[i - plain] for i in members if i >= plain])
     bias = biases[members[0]]
     if len(members) > 1:
         bias = products.joined([biases[i] for i in members], [weights[i] for i in members])
+    if output.dtype != dtype:
+        return functools.partial(products.multiply_wide, cast, operand, bias, output)
     return functools.partial(strategy.multiply, cast, operand, bias, output)
 
 

@@ -182,7 +182,10 @@ def test_results_do_not_depend_on_the_other_tokens(folder: Path) -> None:
         assert one.equal(all_of_them[5:6])
 
 
-def test_the_operators_launch_gets_each_result_where_it_belongs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("wide", [(), (True, False, False, False), (False, False, True, True)])
+def test_the_operators_launch_gets_each_result_where_it_belongs(
+    wide: tuple[bool, ...], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The way of the operator, with the launches emulated; what is not for the kernel is torch's product."""
     launched: list[tuple[torch.dtype, int, int]] = []
 
@@ -219,11 +222,13 @@ def test_the_operators_launch_gets_each_result_where_it_belongs(folder: Path, mo
         torch.randn(weight.shape[0]).to(dtype) if i % 2 == 0 else None
         for i, (weight, dtype) in enumerate(zip(weights, result_dtypes, strict=True))
     ]
-    outputs = mixed.run_as("skinny: whole", x, weights, biases, [0] * 8, scaled)
-    assert [tuple(output.shape) for output in outputs[:3]] == [(2, 3, 20), (2, 3, 3), (2, 3, 17)]
-    plain = grouped.run_as("serial", x, weights[:4], biases[:4], [0] * 4)
-    torch.testing.assert_close(outputs[:3], plain, rtol=1e-2, atol=1e-2)
-    for given, weight, bias, output in zip(scaled, weights[4:], biases[4:], outputs[3:], strict=True):
+    outputs = mixed.run_as("skinny: whole", x, weights, biases, [0] * 8, scaled, wide)
+    plain = grouped.run_as("serial", x, weights[:4], biases[:4], [0] * 4, wide)
+    count = len(plain)
+    assert [output.shape[2] for output in plain] == ([20, 3, 0, 17] if any(wide) else [20, 3, 17])
+    torch.testing.assert_close(outputs[:count], plain, rtol=1e-2, atol=1e-2)
+    assert [output.dtype for output in plain].count(F32) == 1 + sum(wide)
+    for given, weight, bias, output in zip(scaled, weights[4:], biases[4:], outputs[count:], strict=True):
         exact, _ = exact_product(given, weight, bias)
         assert output.dtype == given.dtype and output.shape == (2, 3, weight.shape[0])
         torch.testing.assert_close(output.reshape(exact.shape).double(), exact, rtol=1e-2, atol=1e-2)
