@@ -14,6 +14,7 @@ import operator
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -24,7 +25,7 @@ from dsv4_compile.passes.sites import module_path
 from dsv4_compile.passes.storages import arguments
 from dsv4_compile.passes.verify import confinement
 
-__all__ = ["ScaledProduct", "beside", "can_hoist", "hoist", "is_scaled", "parse"]
+__all__ = ["ScaledProduct", "beside", "emit", "hoist", "is_scaled", "lost", "parse"]
 
 FLOAT8 = torch.float8_e4m3fn
 _MOST_STEPS = 64
@@ -227,12 +228,38 @@ def hoist(graph: Graph, first: Node, products: Sequence[ScaledProduct]) -> None:
             first.prepend(node)
 
 
-def can_hoist(graph: Graph, products: Sequence[ScaledProduct], linears: Sequence[Node]) -> bool:
-    """Whether nothing that `products` read has come to depend on one of them or of `linears`, by other rewrites."""
+def lost(graph: Graph, products: Sequence[ScaledProduct], linears: Sequence[Node]) -> str | None:
+    """Why what `products` read cannot be made before all of them, now that other groups are rewritten; or None."""
+    if not products:
+        return None
     order = {node: i for i, node in enumerate(graph.nodes)}
     members = {*linears, *(product.node for product in products)}
     operands = [operand for product in products for operand in product.operands]
-    return not members & _between(operands, min(map(order.__getitem__, members)), order)
+    if members & _between(operands, min(map(order.__getitem__, members)), order):
+        return "its input depends on a group that depends on this one"
+    return None
+
+
+def emit(
+    graph: Graph, products: Sequence[ScaledProduct], plain: tuple[Any, ...], rest: tuple[Any, ...], like: Node
+) -> Node:
+    """A call of `mixed_linear` at the insertion point.
+
+    Args:
+        plain: its arguments up to `streams`.
+        rest: its arguments after `fast`.
+        like: whose origin it gets.
+    """
+    low = (
+        [product.input for product in products],
+        [product.as_weight(graph) for product in products],
+        [product.bias for product in products],
+        [product.input_scale for product in products],
+        [product.weight_scale for product in products],
+        products[0].dtype,
+        all(product.fast for product in products),
+    )
+    return call(graph, torch.ops.dsv4.mixed_linear.default, (*plain, *low, *rest), like=like)
 
 
 def _brief(dtype: torch.dtype) -> str:

@@ -20,7 +20,6 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -134,7 +133,11 @@ class ProjectionsPass:
                 if len(group.linears) < 2:
                     continue
                 strategy, reason = self._choose(group)
-            why = "nothing is measured" if strategy != "measured" else _low_obstacle(graph, group)
+            why = (
+                "nothing is measured"
+                if strategy != "measured"
+                else float8.lost(graph, group.low, [linear.node for linear in group.linears])
+            )
             if group.low and why is not None:
                 left = f"a quantised product (_scaled_mm) keeps its own kernel: {why}"
                 missed += [_missed(product.node, left) for product in group.low]
@@ -212,7 +215,10 @@ def _position(node: Node, index: int) -> int:
 
 
 def find(graph: Graph) -> tuple[list[_Group], list[Missed]]:
-    """Groups of two or more linears with one activation, in program order, and lookalikes with their reasons."""
+    """Groups of two or more layers with one activation, in program order, and lookalikes with their reasons.
+
+    Each has a linear; the others may be float8 products.
+    """
     by_activation: dict[Node, list[_Linear]] = defaultdict(list)
     refused: dict[Node, list[tuple[Node, str]]] = defaultdict(list)
     for node in graph.nodes:
@@ -423,7 +429,8 @@ def _measured(
         flags = [linear.wide for linear in group.linears]
         wide = [flags] if any(flags) else []
         if group.low:
-            made = _with_low(graph, group, weights, (streams, max_tokens, pack, *wide), first)
+            rest = (max_tokens, pack, *wide)
+            made = float8.emit(graph, group.low, (group.x, weights, biases, streams), rest, first)
         else:
             target = torch.ops.dsv4.grouped_linear.default
             made = call(graph, target, (group.x, weights, biases, streams, max_tokens, pack, *wide), like=first)
@@ -437,31 +444,6 @@ def _measured(
         low = [item(graph, made, i) for i in range(len(_by_dtype(group)), len(_by_dtype(group)) + len(group.low))]
     moved = _replace(graph, group, [outputs[linear.node] for linear in group.linears])
     return moved | {product.node: product.put(graph, output) for product, output in zip(group.low, low, strict=True)}
-
-
-def _with_low(graph: Graph, group: _Group, weights: list[Node], how: tuple[Any, ...], like: Node) -> Node:
-    """A call of `mixed_linear` at the insertion point. `how`: streams, and the arguments after `fast`."""
-    streams, *rest = how
-    low = group.low
-    quantised = (
-        [product.input for product in low],
-        [product.as_weight(graph) for product in low],
-        [product.bias for product in low],
-        [product.input_scale for product in low],
-        [product.weight_scale for product in low],
-        low[0].dtype,
-        all(product.fast for product in low),
-    )
-    biases = [linear.bias for linear in group.linears]
-    arguments = (group.x, weights, biases, streams, *quantised, *rest)
-    return call(graph, torch.ops.dsv4.mixed_linear.default, arguments, like=like)
-
-
-def _low_obstacle(graph: Graph, group: _Group) -> str | None:
-    """Why what the float8 products read cannot be made before the group, now that others are rewritten; or None."""
-    if not group.low or float8.can_hoist(graph, group.low, [linear.node for linear in group.linears]):
-        return None
-    return "its input depends on a group that depends on this one"
 
 
 def _slices(graph: Graph, made: Node, linears: Sequence[_Linear]) -> dict[Node, Node]:

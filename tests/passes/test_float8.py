@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx import Graph, Node
 
 import dsv4_compile
 from dsv4_compile.kernels import linear
 from dsv4_compile.kernels.linear import tuning
-from dsv4_compile.passes import projections
+from dsv4_compile.passes import float8, projections
 from tests.kernels.test_float8 import scales_rows_on_a_cpu, skip_unless_torch_scales_rows
 from tests.passes.test_projections import names, run
 
@@ -271,3 +273,51 @@ def test_on_the_card_the_way_is_measured_for_the_whole_group(
     assert [linear.dtype for linear in group.linears] == ["bfloat16"] * 3 + ["float8_e4m3fn"] * 2
     (choice,) = group.measured
     assert choice.source == "searched" and any(name.startswith("skinny") for name in choice.microseconds)
+
+
+def scaled_node(**changes: Any) -> Node:
+    """A product `[5, 256] x [256, 48]` in a graph of its own, with other operands where `changes` has them."""
+    graph = Graph()
+
+    def operand(name: str, value: Tensor) -> Node:
+        node = graph.placeholder(name)
+        node.meta["val"] = value
+        return node
+
+    given: dict[str, Tensor | None] = {
+        "self": torch.empty(5, 256, dtype=FLOAT8, device="meta"),
+        "mat2": torch.empty(48, 256, dtype=FLOAT8, device="meta").t(),
+        "scale_a": torch.empty((), device="meta"),
+        "scale_b": torch.empty((), device="meta"),
+        "bias": None,
+        "scale_result": None,
+    } | changes
+    nodes = [None if value is None else operand(name, value) for name, value in given.items()]
+    node = graph.call_function(torch.ops.aten._scaled_mm.default, (*nodes, BF16))
+    node.meta["val"] = torch.empty(5, 48, dtype=BF16, device="meta")
+    return node
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"scale_a": torch.empty(5, 2), "scale_b": torch.empty(2, 1)}, "by blocks"),
+        ({"scale_a": torch.empty(5, 1), "scale_b": torch.empty(())}, "by blocks"),
+        ({"mat2": torch.empty(256, 48, dtype=FLOAT8)}, "not stored by columns"),
+        ({"self": torch.empty(5, 256, dtype=torch.float8_e5m2)}, "its operands are float8_e5m2 and float8_e4m3fn"),
+        ({"scale_result": torch.empty(())}, "its result is scaled"),
+        ({"bias": torch.empty(48)}, "its bias is"),
+    ],
+)
+def test_products_of_other_kinds_have_a_reason(changes: dict[str, Tensor], reason: str) -> None:
+    found = float8.parse(scaled_node(**changes))
+    assert isinstance(found, str) and reason in found
+
+
+def test_both_kinds_of_scales_are_read() -> None:
+    by_number = float8.parse(scaled_node())
+    by_row = float8.parse(
+        scaled_node(scale_a=torch.empty(5, 1), scale_b=torch.empty(1, 48), bias=torch.empty(48, dtype=BF16))
+    )
+    assert isinstance(by_number, float8.ScaledProduct) and isinstance(by_row, float8.ScaledProduct)
+    assert (by_row.features, by_row.columns, by_row.dtype, by_row.turned) == (48, 256, BF16, False)
