@@ -100,20 +100,23 @@ __device__ __forceinline__ Row row_of(const Arguments& a, int group, int row) {
 }
 
 // What a group of rows is multiplied by, and how many columns of two bytes that has.
+#if LOW
 struct Input {
     const TYPE* x;
-    i64 stride;
+    i64 x_stride;
     int columns;
     bool of_pairs;
 };
 
 __device__ __forceinline__ Input input_of(const Given& a, int group) {
-#if LOW
     const Low& low = a.lows[linear_of(a, group * BLOCK_TILES)];
     if (low.x != nullptr) return {low.x, low.x_stride, a.columns / 2, true};
-#endif
     return {a.x, a.x_stride, a.columns, false};
 }
+#else
+using Input = Arguments;  // read where it is: copies would take registers
+__device__ __forceinline__ const Input& input_of(const Given& a, int) { return a; }
+#endif
 
 // Brings the first weights of a block into L2, the first stage first.
 __device__ __forceinline__ void bring_ahead(const Arguments& a, const Input& in, int group, int first, int end) {
@@ -144,7 +147,7 @@ __device__ __forceinline__ Copies copies_of(const Arguments& a, const Input& in,
         c.weight[i] = row.at;
         c.live |= (u32)row.exists << i;
     }
-    c.token = in.x + c.row * in.stride;
+    c.token = in.x + c.row * in.x_stride;
     c.to = address_of(shared_memory()) + c.row * ROW_BYTES + (c.chunk ^ c.row % 8) * 16;
     return c;
 }
@@ -164,28 +167,14 @@ __device__ __forceinline__ void bring(const Arguments& a, const Input& in, const
     for (int i = 0; i < TOKEN_COPIES; i++) {
         const int token = c.row + i * ROWS_AT_ONCE;
         const bool exists = token < a.tokens;
-        const TYPE* at = exists ? c.token + i * ROWS_AT_ONCE * in.stride : in.x;
+        const TYPE* at = exists ? c.token + i * ROWS_AT_ONCE * in.x_stride : in.x;
         if (TOKENS % ROWS_AT_ONCE == 0 || token < TOKENS)
             copy(to + (ROWS + i * ROWS_AT_ONCE) * ROW_BYTES, at + from, inside && exists ? 16 : 0);
     }
 }
 
-// Where the lanes of a warp find its fragments of a stage. Row r of a stage has its chunk c at place c ^ r % 8.
-struct Fragments {
-    u32 weights, tokens;  // the rows of this lane
-    int matrix, row;
-};
-
-__device__ __forceinline__ Fragments fragments_of(u32 stage, int row_warp) {
-    const int lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
-    const u32 weights = stage + (row_warp * TILES * 16 + matrix % 2 * 8 + row) * ROW_BYTES;
-    const u32 tokens = stage + (ROWS + (TOKENS == 8 ? 0 : matrix / 2 * 8) + row) * ROW_BYTES;
-    return {weights, tokens, matrix, row};
-}
-
-// Chunks `chunk` and the next of all tokens, and of 16 rows of the weights.
-__device__ __forceinline__ void load_tokens(const Fragments& f, int chunk, u32 (*b)[2]) {
-    const u32 from = f.tokens + ((chunk + f.matrix % 2) ^ f.row) * 16;
+// Two chunks of all tokens; `from` is what this lane reads of the first 8 or 16.
+__device__ __forceinline__ void load_tokens(u32 from, u32 (*b)[2]) {
     if constexpr (TOKENS == 8) {
         load_two(from, b[0]);
     } else {
@@ -197,22 +186,22 @@ __device__ __forceinline__ void load_tokens(const Fragments& f, int chunk, u32 (
         }
     }
 }
-__device__ __forceinline__ void load_weights(const Fragments& f, int chunk, int tile, u32* a) {
-    load_four(f.weights + tile * 16 * ROW_BYTES + ((chunk + f.matrix / 2) ^ f.row) * 16, a);
-}
 
-// Adds the products of one stage to the sums of a warp.
+// Adds the products of one stage to the sums of a warp. Row r of a stage has its chunk c at place c ^ r % 8.
 __device__ __forceinline__ void multiply_stage(u32 stage, int row_warp, int column_warp, float (*sums)[TOKENS / 8][4]) {
-    const Fragments f = fragments_of(stage, row_warp);
+    const int lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
+    const u32 weights = stage + (row_warp * TILES * 16 + matrix % 2 * 8 + row) * ROW_BYTES;
+    const u32 tokens = stage + (ROWS + (TOKENS == 8 ? 0 : matrix / 2 * 8) + row) * ROW_BYTES;
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
         const int chunk = 2 * (column_warp * STEPS + step);
+        const u32 token_chunk = ((chunk + matrix % 2) ^ row) * 16, weight_chunk = ((chunk + matrix / 2) ^ row) * 16;
         u32 b[TOKENS / 8][2];
-        load_tokens(f, chunk, b);
+        load_tokens(tokens + token_chunk, b);
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++) {
             u32 of_weight[4];
-            load_weights(f, chunk, tile, of_weight);
+            load_four(weights + tile * 16 * ROW_BYTES + weight_chunk, of_weight);
 #pragma unroll
             for (int i = 0; i < TOKENS / 8; i++) multiply_add(sums[tile][i], of_weight, b[i], TYPE());
         }
@@ -223,12 +212,15 @@ __device__ __forceinline__ void multiply_stage(u32 stage, int row_warp, int colu
 // The same for pairs. A lane has four float8 numbers in a register, columns 4q to 4q + 3 of a chunk of 16. The first two
 // serve as columns 2q and 2q + 1 of a product, the others as 2q + 8 and 2q + 9: the same change of order on both sides.
 __device__ __forceinline__ void multiply_pairs(u32 stage, int row_warp, int column_warp, float (*sums)[TOKENS / 8][4]) {
-    const Fragments f = fragments_of(stage, row_warp);
+    const int lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
+    const u32 weights = stage + (row_warp * TILES * 16 + matrix % 2 * 8 + row) * ROW_BYTES;
+    const u32 tokens = stage + (ROWS + (TOKENS == 8 ? 0 : matrix / 2 * 8) + row) * ROW_BYTES;
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
         const int chunk = 2 * (column_warp * STEPS + step);
+        const u32 token_chunk = ((chunk + matrix % 2) ^ row) * 16, weight_chunk = ((chunk + matrix / 2) ^ row) * 16;
         u32 pairs[TOKENS / 8][2], b[TOKENS / 8][2][2];  // [.][chunk][.]
-        load_tokens(f, chunk, pairs);
+        load_tokens(tokens + token_chunk, pairs);
 #pragma unroll
         for (int i = 0; i < TOKENS / 8; i++) {
             widen(pairs[i][0], b[i][0][0], b[i][0][1]);
@@ -236,9 +228,8 @@ __device__ __forceinline__ void multiply_pairs(u32 stage, int row_warp, int colu
         }
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++) {
-            u32 of_weight[4];  // rows and rows + 8 of the first chunk, of the second
-            load_weights(f, chunk, tile, of_weight);
-            u32 first[4], second[4];
+            u32 of_weight[4], first[4], second[4];  // rows and rows + 8 of the first chunk, of the second
+            load_four(weights + tile * 16 * ROW_BYTES + weight_chunk, of_weight);
             widen(of_weight[0], first[0], first[2]);
             widen(of_weight[1], first[1], first[3]);
             widen(of_weight[2], second[0], second[2]);
@@ -371,7 +362,7 @@ __device__ __forceinline__ void finish(const Given& a, int group, int split, flo
 __device__ __forceinline__ void run(const Given& a) {
     const int group = blockIdx.x / SPLITS, split = blockIdx.x % SPLITS;
     const int warp = threadIdx.x / 32, row_warp = warp % ROW_WARPS, column_warp = warp / ROW_WARPS;
-    const Input in = input_of(a, group);
+    const Input& in = input_of(a, group);
     const int stages = (in.columns + COLUMNS - 1) / COLUMNS;
     const int first = stages * split / SPLITS, end = stages * (split + 1) / SPLITS;
     bring_ahead(a, in, group, first, end);
