@@ -25,7 +25,7 @@ from dsv4_compile.passes.sites import module_path
 from dsv4_compile.passes.storages import arguments
 from dsv4_compile.passes.verify import confinement
 
-__all__ = ["ScaledProduct", "beside", "emit", "hoist", "is_scaled", "lost", "parse"]
+__all__ = ["ScaledProduct", "apart", "beside", "emit", "hoist", "is_scaled", "lost", "parse"]
 
 FLOAT8 = torch.float8_e4m3fn
 _MOST_STEPS = 64
@@ -226,6 +226,19 @@ def hoist(graph: Graph, first: Node, products: Sequence[ScaledProduct]) -> None:
     for node in sorted(needed, key=order.__getitem__):
         if node.op not in ("placeholder", "get_attr"):
             first.prepend(node)
+
+
+def apart(products: Sequence[ScaledProduct], others: Iterable[torch.dtype]) -> str:
+    """Why no launch has `products` and weights of the dtypes `others`, as the end of a sentence; empty if one may."""
+    first = next((dtype for dtype in others if dtype in (torch.bfloat16, torch.float16)), None)
+    dtype = products[0].dtype
+    if first is None:
+        return ", apart from the others, of which none is bfloat16 or float16"
+    if dtype != first and (dtype != torch.float32 or any(product.bias is not None for product in products)):
+        return f", apart from the others, because their results are {_brief(dtype)}"
+    return (
+        "" if products[0].columns % 16 == 0 else ", apart from the others, because their columns are no multiple of 16"
+    )
 
 
 def lost(graph: Graph, products: Sequence[ScaledProduct], linears: Sequence[Node]) -> str | None:

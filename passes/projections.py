@@ -181,7 +181,10 @@ class ProjectionsPass:
         if device != "cuda":
             return "serial", f"on {device} one product after the other is as fast, so they stay as they are"
         if _measures() and not any(map(_depends_on_data, group.linears)):
-            beside = f", with {len(group.low)} float8 products" if group.low else ""
+            beside = ""
+            if group.low:
+                others = [value(linear.weight).dtype for linear in group.linears]
+                beside = f", with {len(group.low)} float8 products{float8.apart(group.low, others)}"
             when = "for each range of token counts at the first call there"
             return "measured", f"measured {when}{beside}{self._apart(group)}"
         obstacle = _pack_obstacle(group.linears) if self.pack else "the parameters are not at hand in this hook"

@@ -321,3 +321,11 @@ def test_both_kinds_of_scales_are_read() -> None:
     )
     assert isinstance(by_number, float8.ScaledProduct) and isinstance(by_row, float8.ScaledProduct)
     assert (by_row.features, by_row.columns, by_row.dtype, by_row.turned) == (48, 256, BF16, False)
+
+
+def test_what_no_launch_can_have_together_is_in_the_reason() -> None:
+    product = float8.parse(scaled_node())
+    assert isinstance(product, float8.ScaledProduct)
+    assert float8.apart([product], [torch.float32, BF16]) == ""
+    assert "none is bfloat16" in float8.apart([product], [torch.float32])
+    assert "results are bfloat16" in float8.apart([product], [torch.float16])
