@@ -17,10 +17,12 @@ replay by replay; median. The inputs and weights are random.
 - `ours`: `dsv4::grouped_linear` as `projections="auto"` runs it. Its choice is measured in this run, by itself.
 - `floor`: weights, input and outputs at 3.0 TB/s, or the products at 800 TFLOP/s, whichever takes longer.
 
-In the table `mixed` the query and key projections are float8 products (`torch._scaled_mm`, scaled by tensor), which the
-operator leaves alone: `ours` is that product, and the operator on the rest, and `ours + stream` has that product on a
-side stream. `host`: microseconds of the host for a call
-outside of a graph, with one token; `direct` as compiled code calls the operator, without the dispatcher.
+In the table `mixed` the query and key projections are float8 (e4m3, scaled by tensor), with an input of their own; in
+the first columns they are one product of `torch._scaled_mm`. `ours` is `dsv4::mixed_linear` on all seven as
+`projections="auto"` runs it, `streams` and `skinny: ...` are its ways: in the latter one launch has all weights.
+`grouped + _scaled_mm` is that product beside the operator for the rest, also with the product on a side stream.
+`host`: microseconds of the host for a call outside of a graph, with one token; `direct` as compiled code calls the
+operator, without the dispatcher.
 """
 
 from __future__ import annotations
@@ -45,10 +47,11 @@ from torch.nn import functional
 
 from dsv4_compile.cli.output import track
 from dsv4_compile.kernels import linear, streams
-from dsv4_compile.kernels.linear import grouped, packing, skinny, strategies, tuning
+from dsv4_compile.kernels.linear import grouped, mixed, packing, skinny, strategies, tuning
+from dsv4_compile.kernels.linear.products import FLOAT8, Scaled
 
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-MIXED_TOKENS = (1, 16, 64, 256, 1024)
+MIXED_TOKENS = (1, 8, 16, 32, 64, 256, 1024)
 CALLS = 20
 BANDWIDTH, FLOPS = 3.0e12, 800e12
 METHOD = (
@@ -179,31 +182,88 @@ def check(runs: dict[str, Callable[[Inputs], Any]], one: Inputs) -> None:
 
 @dataclass(frozen=True)
 class Mixed:
-    """The float8 product, and the bfloat16 weights beside it."""
+    """The float8 product, `[1024 + 512, K]`, and the bfloat16 weights beside it."""
 
     low: Tensor
     low_weight: Tensor
+    unit: Tensor
     scale: Tensor
     rest: Inputs
 
+    @property
+    def low_weights(self) -> list[Tensor]:
+        return list(self.low_weight.split(LOW_FEATURES))
+
+    @property
+    def scaled(self) -> list[Scaled]:
+        return [Scaled(self.low, self.unit, self.scale, torch.bfloat16)] * len(LOW_FEATURES)
+
 
 MIXED_REST = Group(4096, REST, (2, 2, 1), (0, 0, 1, 1, 2))
-LOW_FEATURES = 1024 + 512
+LOW_FEATURES = (1024, 512)
+MIXED_NUMBERS = (0, 0, 1, 1, 2, 3, 3)
+BESIDE = ("grouped + _scaled_mm", "grouped + _scaled_mm on a stream")
 
 
 def make_mixed(tokens: int, seed: int) -> Mixed:
     rest = make(MIXED_REST, tokens, seed)
-    weight = torch.randn(LOW_FEATURES, MIXED_REST.columns, device=device()).to(torch.float8_e4m3fn)
-    return Mixed(rest.x.to(torch.float8_e4m3fn), weight, torch.ones((), device=device()), rest)
+    weight = torch.randn(sum(LOW_FEATURES), MIXED_REST.columns, device=device()).to(FLOAT8)
+    unit = torch.ones((), device=device())
+    return Mixed(rest.x.to(FLOAT8), weight, unit, unit * MIXED_REST.columns**-0.5, rest)
 
 
 def low_product(one: Mixed) -> Tensor:
-    scales = {"scale_a": one.scale, "scale_b": one.scale}
+    scales = {"scale_a": one.unit, "scale_b": one.scale}
     return torch._scaled_mm(one.low, one.low_weight.t(), **scales, out_dtype=torch.bfloat16)
 
 
+def mixed_legal(one: Mixed, tokens: int) -> tuple[str, ...]:
+    """The ways of `dsv4::mixed_linear`."""
+    card = tuning.card_of(torch.cuda.current_device() if torch.cuda.is_available() else None)
+    features = (*MIXED_REST.features, *LOW_FEATURES)
+    dtypes = (one.rest.x.dtype,) * len(REST) + (FLOAT8,) * len(LOW_FEATURES)
+    runs = (tuple(range(len(REST))), *((i,) for i in range(len(REST), len(features))))
+    lows = tuple(strategies.Low(torch.bfloat16, False, 0, False) for _ in LOW_FEATURES)
+    weights = (MIXED_REST.columns, features, dtypes, (False,) * len(features), runs)
+    of = strategies.Problem(card, *weights, MIXED_NUMBERS, one.rest.x.dtype, True, scaled=lows)
+    return strategies.legal(of, tokens)
+
+
+def mixed_ours(one: Mixed) -> list[Tensor]:
+    count = len(LOW_FEATURES)
+    scales = [one.unit] * count, [one.scale] * count
+    low = [one.low] * count, one.low_weights, [None] * count, *scales, torch.bfloat16, False
+    nothing = [None] * len(REST)
+    return torch.ops.dsv4.mixed_linear.default.direct(one.rest.x, one.rest.weights, nothing, list(MIXED_NUMBERS), *low)
+
+
+def mixed_way(name: str, one: Mixed) -> list[Tensor]:
+    weights = [*one.rest.weights, *one.low_weights]
+    return mixed.run_as(name, one.rest.x, weights, [None] * len(weights), MIXED_NUMBERS, one.scaled)
+
+
+def check_mixed(runs: dict[str, Callable[[Mixed], Any]], one: Mixed) -> None:
+    """Every column computes the same; the order of the results differs."""
+    low = one.scale * (one.low.float() @ one.low_weight.float().t())
+    exact = torch.cat([low, one.rest.x.float() @ one.rest.whole.float().t()], -1).norm()
+    for name, run in runs.items():
+        parts: list[Tensor] = []
+        rest = [run(one)]
+        while rest:
+            part = rest.pop()
+            if isinstance(part, Tensor):
+                parts.append(part)
+            else:
+                rest += part
+        if sum(part.shape[-1] for part in parts) != sum(LOW_FEATURES) + sum(REST):
+            raise SystemExit(f"{name} leaves something out")
+        norm = torch.cat([part.float() for part in parts], -1).norm()
+        if not abs(float(norm / exact) - 1) < 1e-3:
+            raise SystemExit(f"{name} is wrong: a norm of {float(norm):.4e} and not {float(exact):.4e}")
+
+
 def measure_mixed(tokens: int) -> dict[str, float]:
-    weight_bytes = LOW_FEATURES * MIXED_REST.columns + MIXED_REST.weight_bytes
+    weight_bytes = sum(LOW_FEATURES) * MIXED_REST.columns + MIXED_REST.weight_bytes
     sets = [make_mixed(tokens, seed) for seed in range(sets_beyond_l2(weight_bytes))]
 
     def serial(one: Mixed) -> Any:
@@ -234,19 +294,21 @@ def measure_mixed(tokens: int) -> dict[str, float]:
 
         return streams.execute_in_parallel(main, [lambda: low_product(one)], device())
 
-    runs = {
+    runs: dict[str, Callable[[Mixed], Any]] = {
         "serial": serial,
         "packed by dtype": packed,
-        "streams": forked,
+        "merged, streams": forked,
         "packed by dtype + stream": packed_and_forked,
-        "ours": with_ours,
-        "ours + stream": ours_and_forked,
+        **dict(zip(BESIDE, (with_ours, ours_and_forked), strict=True)),
+        **{name: functools.partial(mixed_way, name) for name in mixed_legal(sets[0], tokens) if name != "serial"},
+        "ours": mixed_ours,
     }
+    check_mixed(runs, sets[0])
     row = side_by_side(
         {name: [functools.partial(run, one) for one in sets] * max(1, CALLS // len(sets)) for name, run in runs.items()}
     )
-    moved = weight_bytes + tokens * (3 * MIXED_REST.columns + 2 * (LOW_FEATURES + sum(REST)))
-    products = 2 * tokens * MIXED_REST.columns * (LOW_FEATURES / 2 + sum(REST))
+    moved = weight_bytes + tokens * (3 * MIXED_REST.columns + 2 * (sum(LOW_FEATURES) + sum(REST)))
+    products = 2 * tokens * MIXED_REST.columns * (sum(LOW_FEATURES) / 2 + sum(REST))
     return {"floor": 1e6 * max(moved / BANDWIDTH, products / FLOPS), **row}
 
 
@@ -294,7 +356,7 @@ def show(table: str, rows: dict[str, dict[str, float]]) -> None:
     print("|--:|" + "--:|" * (len(names) + 1) + "---|")
     for tokens, row in rows.items():
         cells = [f"{row[name]:.1f}" if name in row else "" for name in names]
-        mine = ("floor", "ours", "ours + stream", *strategies.STRATEGIES)
+        mine = ("floor", "ours", *BESIDE, *strategies.STRATEGIES)
         others = [took for name, took in row.items() if name not in mine]
         print(f"| {tokens} | " + " | ".join(cells) + f" | {row['ours'] / min(others):.2f} | {way(table, tokens)} |")
 
@@ -302,11 +364,12 @@ def show(table: str, rows: dict[str, dict[str, float]]) -> None:
 def way(table: str, tokens: str) -> str:
     """What `ours` runs for this row."""
     group = MIXED_REST if table == "mixed" else GROUPS[table]
+    features = (*REST, *LOW_FEATURES) if table == "mixed" else group.features
     limit = tuning.bucket_of(int(tokens))
     known = [
         entry["strategy"]
         for entry in linear.choices()
-        if (entry["columns"], entry["features"]) == (group.columns, group.features)
+        if (entry["columns"], entry["features"]) == (group.columns, features)
         and (entry["tokens"] or float("inf")) == limit
     ]
     return ", ".join(dict.fromkeys(known))

@@ -3,6 +3,7 @@
         x ──► view ─► mm(W_0)                  x ──► dsv4.packed_linear(x, [W_0, W_1, W_2]) ──► slices
         ├──► view ─► mm(W_1)         ──►       or    dsv4.parallel_linear(x, [...], streams=[0, 0, 1])
         └──► cast ─► mm(W_2)                   or    dsv4.grouped_linear(x, [...], streams=[...]) ──► slices
+                                               or    dsv4.mixed_linear(x, [...], ..., [x8], [V_0]) (passes/float8.py)
 
 A linear is a product with a weight that is a graph input (or a view or cast of one). Members of a group are found by
 the activation at the top of their views, permutes and casts; they cannot depend on each other, because all they read
@@ -24,7 +25,9 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from dsv4_compile.kernels.environment import word
+from dsv4_compile.passes import float8
 from dsv4_compile.passes.emission import call, item, reshape_rows
+from dsv4_compile.passes.float8 import ScaledProduct
 from dsv4_compile.passes.layout import with_new_strides
 from dsv4_compile.passes.region import (
     CAST,
@@ -63,8 +66,9 @@ class _Linear:
         return int((shape(self.node) or (0,))[-1])
 
     @property
-    def dtype(self) -> torch.dtype:
-        return value(self.node).dtype
+    def wide(self) -> bool:
+        """Whether the result is float32 although the weight is not: `torch.mm(..., out_dtype=torch.float32)`."""
+        return value(self.node).dtype != value(self.weight).dtype
 
     @property
     def owner(self) -> str:
@@ -74,15 +78,21 @@ class _Linear:
 
 @dataclass(frozen=True)
 class _Group:
-    """Linears of one activation, in program order."""
+    """Linears of one activation, in program order, and float8 products of what it was quantised to."""
 
     x: Node
     linears: tuple[_Linear, ...]
+    low: tuple[ScaledProduct, ...] = ()
+
+    @property
+    def members(self) -> list[_Linear | ScaledProduct]:
+        """All of them, the float8 products last."""
+        return [*self.linears, *self.low]
 
     @property
     def site(self) -> str:
         """The deepest module that contains all members."""
-        parts = [linear.owner.split(".") for linear in self.linears]
+        parts = [member.owner.split(".") for member in self.members]
         common = []
         for names in zip(*parts, strict=False):
             if len(set(names)) > 1:
@@ -115,8 +125,27 @@ class ProjectionsPass:
         done, packs = [], []
         moved: dict[Node, Node] = {}
         for group in groups:
-            streams = _streams(group, self.num_streams)
             strategy, reason = self._choose(group)
+            if strategy != "measured" and any(linear.wide for linear in group.linears):
+                left = "its result is float32, which only a measured group has beside others"
+                missed += [_missed(linear.node, left) for linear in group.linears if linear.wide]
+                group = replace(group, linears=tuple(linear for linear in group.linears if not linear.wide))
+                if len(group.linears) < 2:
+                    continue
+                strategy, reason = self._choose(group)
+            why = (
+                "nothing is measured"
+                if strategy != "measured"
+                else float8.lost(graph, group.low, [linear.node for linear in group.linears])
+            )
+            if group.low and why is not None:
+                left = f"a quantised product (_scaled_mm) keeps its own kernel: {why}"
+                missed += [_missed(product.node, left) for product in group.low]
+                group = replace(group, low=())
+                if len(group.linears) < 2:
+                    continue
+                strategy, reason = self._choose(group)
+            streams = _streams(group, self.num_streams)
             # The activation may itself have been the result of a linear of an earlier group.
             group = replace(group, x=moved.get(group.x, group.x))
             alike: list[list[_Linear]] = []
@@ -152,7 +181,12 @@ class ProjectionsPass:
         if device != "cuda":
             return "serial", f"on {device} one product after the other is as fast, so they stay as they are"
         if _measures() and not any(map(_depends_on_data, group.linears)):
-            return "measured", f"measured for each range of token counts at the first call there{self._apart(group)}"
+            beside = ""
+            if group.low:
+                others = [value(linear.weight).dtype for linear in group.linears]
+                beside = f", with {len(group.low)} float8 products{float8.apart(group.low, others)}"
+            when = "for each range of token counts at the first call there"
+            return "measured", f"measured {when}{beside}{self._apart(group)}"
         obstacle = _pack_obstacle(group.linears) if self.pack else "the parameters are not at hand in this hook"
         tokens = _tokens(group.x)
         if obstacle is None and (tokens is None or tokens <= _PACK_MAX_TOKENS):
@@ -184,7 +218,10 @@ def _position(node: Node, index: int) -> int:
 
 
 def find(graph: Graph) -> tuple[list[_Group], list[Missed]]:
-    """Groups of two or more linears with one activation, in program order, and lookalikes with their reasons."""
+    """Groups of two or more layers with one activation, in program order, and lookalikes with their reasons.
+
+    Each has a linear; the others may be float8 products.
+    """
     by_activation: dict[Node, list[_Linear]] = defaultdict(list)
     refused: dict[Node, list[tuple[Node, str]]] = defaultdict(list)
     for node in graph.nodes:
@@ -197,13 +234,23 @@ def find(graph: Graph) -> tuple[list[_Group], list[Missed]]:
             x, why = parsed
             refused[x].append((node, why))
     missed = [
-        Missed("projections", module_path(node), why, source_location(node))
+        _missed(node, why)
         for x, nodes in refused.items()
         if len(nodes) + len(by_activation.get(x, ())) > 1
         for node, why in nodes
     ]
-    groups = [_Group(x, tuple(linears)) for x, linears in by_activation.items() if len(linears) > 1]
-    return groups, missed
+    readers = {x: [linear.node for linear in linears] for x, linears in by_activation.items()}
+    low, alone = float8.beside(graph, readers)
+    missed += [_missed(node, why) for node, why in alone]
+    groups = [_Group(x, tuple(linears), tuple(low.get(x, ()))) for x, linears in by_activation.items()]
+    return [group for group in groups if len(group.linears) + len(group.low) > 1], missed
+
+
+def _missed(node: Node, why: str) -> Missed:
+    return Missed("projections", module_path(node), why, source_location(node))
+
+
+_READ = {aten.mm.default, aten.addmm.default, *([aten.mm.dtype] if hasattr(aten.mm, "dtype") else [])}
 
 
 def _operands(node: Node) -> tuple[Node | None, Node, Node]:
@@ -216,14 +263,13 @@ def _operands(node: Node) -> tuple[Node | None, Node, Node]:
 def _parse(node: Node) -> _Linear | tuple[Node, str] | None:
     """A linear, or (activation, why it is left alone), or None when it is no linear at all."""
     op = packet(node)
-    if op is aten._scaled_mm:
-        x, _ = _trace(node.args[0], None)
-        return x, "a quantised product (_scaled_mm) keeps its own kernel"
     if (opaque := own_product(node)) is not None:
         name, activation = opaque
         return _trace(activation, None)[0], f"a product of vLLM's ({name}) keeps its own kernel and its packed weight"
     if op not in (aten.mm, aten.addmm) or not is_floating(node):
         return None
+    if node.target not in _READ:
+        return _trace(_operands(node)[1], None)[0], f"{node.target} is a product of another kind"
     bias, activation, weight = _operands(node)
     inner = (shape(weight) or (0,))[0]
     if not isinstance(inner, int):
@@ -238,6 +284,8 @@ def _parse(node: Node) -> _Linear | tuple[Node, str] | None:
         or value(activation).dtype != value(weight).dtype
     ):
         return x, "its input is rounded on the way"
+    if value(node).dtype not in (value(weight).dtype, torch.float32):
+        return x, f"its result is {value(node).dtype}"
     return _Linear(node, _stored(weight), bias, tuple(chain))
 
 
@@ -286,9 +334,9 @@ def _tokens(x: Node) -> int | None:
 
 def _by_dtype(group: _Group) -> list[list[_Linear]]:
     """The linears of each dtype, in order of first appearance: those that one product can serve."""
-    alike: dict[torch.dtype, list[_Linear]] = defaultdict(list)
+    alike: dict[tuple[torch.dtype, bool], list[_Linear]] = defaultdict(list)
     for linear in group.linears:
-        alike[value(linear.weight).dtype].append(linear)
+        alike[value(linear.weight).dtype, linear.wide].append(linear)
     return list(alike.values())
 
 
@@ -326,10 +374,10 @@ def _streams(group: _Group, count: int) -> list[int]:
     one of equals, stays on the main stream; the others go to the auxiliary streams, heaviest first, each to the
     stream with least work.
     """
-    owners = [linear.owner for linear in group.linears]
+    owners = [member.owner for member in group.members]
     if len(set(owners)) == 1:
         owners = [str(i) for i in range(len(owners))]
-    weight = [linear.features for linear in group.linears]
+    weight = [2 * linear.features for linear in group.linears] + [product.features for product in group.low]
     main = owners[max(range(len(weight)), key=lambda i: (weight[i], -i))]
     total: dict[str, int] = defaultdict(int)
     for owner, features in zip(owners, weight, strict=True):
@@ -376,11 +424,19 @@ def _measured(
 ) -> dict[Node, Node]:
     """Emits one `grouped_linear`; returns what stands for each product now."""
     first = _insertion_point(group, order)
+    if group.low:
+        float8.hoist(graph, first, group.low)
     with graph.inserting_before(first):
         weights = [_as_weight(graph, linear) for linear in group.linears]
         biases = [linear.bias for linear in group.linears]
-        target = torch.ops.dsv4.grouped_linear.default
-        made = call(graph, target, (group.x, weights, biases, streams, max_tokens, pack), like=first)
+        flags = [linear.wide for linear in group.linears]
+        wide = [flags] if any(flags) else []
+        if group.low:
+            rest = (max_tokens, pack, *wide)
+            made = float8.emit(graph, group.low, (group.x, weights, biases, streams), rest, first)
+        else:
+            target = torch.ops.dsv4.grouped_linear.default
+            made = call(graph, target, (group.x, weights, biases, streams, max_tokens, pack, *wide), like=first)
         outputs: dict[Node, Node] = {}
         for i, linears in enumerate(_by_dtype(group)):
             columns = item(graph, made, i)
@@ -388,7 +444,9 @@ def _measured(
                 outputs[linears[0].node] = columns
                 continue
             outputs |= _slices(graph, columns, linears)
-    return _replace(graph, group, [outputs[linear.node] for linear in group.linears])
+        low = [item(graph, made, i) for i in range(len(_by_dtype(group)), len(_by_dtype(group)) + len(group.low))]
+    moved = _replace(graph, group, [outputs[linear.node] for linear in group.linears])
+    return moved | {product.node: product.put(graph, output) for product, output in zip(group.low, low, strict=True)}
 
 
 def _slices(graph: Graph, made: Node, linears: Sequence[_Linear]) -> dict[Node, Node]:
@@ -403,7 +461,7 @@ def _slices(graph: Graph, made: Node, linears: Sequence[_Linear]) -> dict[Node, 
 
 def _insertion_point(group: _Group, order: dict[Node, int]) -> Node:
     """The first member, or a later place where every weight has been made (casts and views of parameters)."""
-    first = min((linear.node for linear in group.linears), key=order.__getitem__)
+    first = min((member.node for member in group.members), key=order.__getitem__)
     for linear in group.linears:
         for needed in _weight_nodes(linear):
             if needed.op != "placeholder" and order[needed] > order[first]:
@@ -464,15 +522,15 @@ def _report(group: _Group, strategy: str, reason: str, streams: list[int], packs
     site = group.site
     infos = tuple(
         LinearInfo(
-            module_path(linear.node).removeprefix(site + ".") or linear.node.name,
-            linear.features,
-            str(linear.dtype).removeprefix("torch."),
+            module_path(member.node).removeprefix(site + ".") or member.node.name,
+            member.features,
+            str(value(member.weight).dtype).removeprefix("torch."),
             stream if strategy in ("streams", "measured") else 0,
         )
-        for linear, stream in zip(group.linears, streams, strict=True)
+        for member, stream in zip(group.members, streams, strict=True)
     )
     columns = int((shape(group.linears[0].weight) or (0,))[-1])
-    biased = tuple(linear.bias is not None for linear in group.linears)
+    biased = tuple(member.bias is not None for member in group.members)
     packs = packs if strategy == "measured" else 0
     source = source_location(group.linears[0].node)
     return ProjectionGroup(site, group.x.name, infos, strategy, reason, columns, biased, packs, source=source)

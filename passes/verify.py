@@ -34,13 +34,21 @@ MAIN_STREAM_ONLY: dict[str, str] = {
 """Qualified names of operators that must stay on the main stream, and why ("uses one workspace for all calls"). torch
 has no tag for a global workspace, so who registers such an operator puts its name here."""
 
-JOINT = torch.ops.dsv4.grouped_linear.default
-"""The one whose results share outputs: each linear writes columns of the output of its dtype."""
+JOINT = {torch.ops.dsv4.grouped_linear.default, torch.ops.dsv4.mixed_linear.default}
+"""Those whose results share outputs: each linear writes columns of the output of its dtype."""
 
-LEAVING = {torch.ops.dsv4.parallel_linear.default, JOINT}
-"""Operators of ours that put work on side streams. They have the arguments of `parallel_linear`."""
+LEAVING = {torch.ops.dsv4.parallel_linear.default, *JOINT}
+"""Operators of ours that put work on side streams. They have the arguments of `parallel_linear`, and `mixed_linear` has
+lists of float8 layers besides, of which the streams come after those of the others."""
 
-_MOVED = LEAVING | {torch.ops.dsv4.packed_linear.default, aten.mm.default, aten.addmm.default}
+_LOW = ("inputs", "low_weights", "low_biases", "input_scales", "weight_scales")
+
+_MOVED = LEAVING | {
+    torch.ops.dsv4.packed_linear.default,
+    aten.mm.default,
+    aten.addmm.default,
+    aten._scaled_mm.default,
+}
 """Operators that the projections pass moves to an earlier place, or has moved."""
 
 _COLLECTIVES = {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor"}
@@ -136,17 +144,18 @@ class _Reader:
         return (node.meta.get("custom") or {}).get("stream", self._current)
 
     def _branches(self, node: Node) -> Iterator[Work | Record | Wait]:
-        """What `kernels.streams.execute_in_parallel` launches for one `parallel_linear` or `grouped_linear`.
+        """What `kernels.streams.execute_in_parallel` launches for one operator of `LEAVING`.
 
-        The latter is taken for each linear on the stream it is given, of all it may do that with most streams at once:
+        Those of `JOINT` are taken for each layer on the stream it is given, of all they may do that with most streams:
         packed, what shares an output runs in one product or in turn. Columns of an output are storages of their own
         here, until the output is whole: that comes after all of them.
         """
         given, main, site = arguments(node), self._stream(node), module_path(node)
-        joint = node.target is JOINT
+        joint = node.target in JOINT
+        members = _members(given)
         works: dict[int, list[Work]] = {0: []}
         for i, slot in enumerate(given["streams"]):
-            operands = nodes_in([given["x"], given["weights"][i], given["biases"][i]])
+            operands = nodes_in(members[i])
             reads = frozenset(storage for operand in operands for storage in self.storages.of(operand))
             stream = main if slot == 0 else ("auxiliary", slot)
             written = frozenset({(node.name, "columns", i)}) if joint else self.storages.of(node, i)
@@ -160,7 +169,7 @@ class _Reader:
             yield Record((node.name, slot), ("auxiliary", slot))
             yield Wait((node.name, slot), main)
         if joint:
-            columns = frozenset((node.name, "columns", i) for i in range(len(given["weights"])))
+            columns = frozenset((node.name, "columns", i) for i in range(len(members)))
             yield Work(node.name, main, columns, self.storages.of(node), site)
 
     def _synchronise(self, node: Node, operator: str, given: dict[str, Any]) -> None:
@@ -192,7 +201,8 @@ class _Reader:
             self._refuse(node, "schema", f"{schema.name} leaves the main stream and writes or returns an argument")
         given = arguments(node)
         weights, biases, streams = (given.get(name) or [] for name in ("weights", "biases", "streams"))
-        if not weights or not len(weights) == len(biases) == len(streams):
+        low = [len(given.get(name) or []) for name in _LOW]
+        if not weights or len(weights) != len(biases) or len(streams) != len(weights) + low[0] or len(set(low)) > 1:
             counts = f"{len(weights)} weights, {len(biases)} biases and {len(streams)} streams"
             self._refuse(node, "arguments", f"{node.name} has {counts}")
         highest = max(streams, default=0) if self._num_streams is None else self._num_streams
@@ -204,6 +214,12 @@ class _Reader:
 
     def _refuse(self, node: Node, kind: str, sentence: str) -> None:
         self.found.append(Violation(node.name, module_path(node), kind, sentence))
+
+
+def _members(given: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """What each layer of an operator with these arguments reads."""
+    plain = [(given["x"], *own) for own in zip(given["weights"], given["biases"], strict=True)]
+    return plain + list(zip(*(given.get(name) or [] for name in _LOW), strict=True))
 
 
 def confinement(target: Any) -> str:

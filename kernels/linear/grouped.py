@@ -6,6 +6,8 @@ and dtypes only, so that a weight that was moved or replaced is another list: no
 
 from __future__ import annotations
 
+import functools
+import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,10 +16,11 @@ import torch
 from torch import Tensor
 
 from dsv4_compile.kernels.linear import packing, products, skinny, strategies, tuning
-from dsv4_compile.kernels.linear.strategies import Operand, Plan, Problem
+from dsv4_compile.kernels.linear.products import FLOAT8, Scaled
+from dsv4_compile.kernels.linear.strategies import Low, Operand, Plan, Problem
 from dsv4_compile.kernels.linear.tuning import LIMITS
 
-__all__ = ["composed", "fake", "run", "run_as"]
+__all__ = ["Group", "composed", "fake", "known_as", "run", "run_as", "run_plan"]
 
 _KEEP = 4096
 """Lists of weights that are remembered."""
@@ -25,7 +28,7 @@ _KEEP = 4096
 _address = torch.Tensor.data_ptr
 
 
-class _Group:
+class Group:
     """What is known of a list of weights `[M_i, K]`, without the weights themselves."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
@@ -38,22 +41,32 @@ class _Group:
         self.plans: dict[tuple[Any, ...], Plan] = {}
         """Plans that are chosen for good, by what the call adds."""
 
-    def problem(self, rows: Tensor, biases: Sequence[Tensor | None], streams: Sequence[int], pack: bool) -> Problem:
+    def problem(
+        self,
+        rows: Tensor,
+        biases: Sequence[Tensor | None],
+        streams: Sequence[int],
+        pack: bool,
+        scaled: tuple[Low, ...] = (),
+        wide: tuple[bool, ...] = (),
+    ) -> Problem:
         return Problem(
             tuning.card_of(rows.device.index if rows.is_cuda else None),
             self.columns,
             self.features,
             self.dtypes,
             tuple(bias is not None for bias in biases),
-            self.runs if pack else tuple((i,) for i in range(len(self.features))),
+            _parted(self.runs, wide) if pack else tuple((i,) for i in range(len(self.features))),
             tuple(streams),
             rows.dtype,
             rows.is_contiguous(),
             self.aligned,
+            scaled,
+            wide,
         )
 
 
-_groups: dict[tuple[int, ...], _Group] = {}
+_groups: dict[tuple[int, ...], Group] = {}
 
 
 def run(
@@ -63,32 +76,33 @@ def run(
     streams: list[int],
     max_tokens: int = 1024,
     pack: bool = True,
+    wide: Sequence[bool] = (),
 ) -> list[Tensor]:
     """The operator, see `operators.grouped_linear`."""
     addresses = tuple(map(_address, weights))
     group = _groups.get(addresses)
     if group is None or not group.same(*weights):
-        group = _remember(addresses, x, weights, biases, streams)
+        group = _checked(addresses, x, weights, biases, streams)
     rows = products.rows_of(x)
     tokens = rows.shape[0]
     without = [bias is None for bias in biases]
     key = (
         bisect_left(LIMITS, tokens), tokens <= max_tokens, rows.dtype, rows.is_contiguous(), pack, *streams, None,
-        *without,
+        *without, *wide,
     )  # fmt: skip
     plan = group.plans.get(key)
     if plan is None:
-        plan = _choose(group, key, x, rows, weights, biases, streams, max_tokens, pack)
+        plan = _choose(group, key, x, rows, weights, biases, streams, max_tokens, pack, wide)
     elif not all(without):
         products.check(x, weights, biases)
     try:
         operands = plan.operands(weights)
     except RuntimeError:
         # The addresses are those of a run, and other storages lie there now.
-        group = _remember(addresses, x, weights, biases, streams)
-        plan = _choose(group, key, x, rows, weights, biases, streams, max_tokens, pack)
+        group = _checked(addresses, x, weights, biases, streams)
+        plan = _choose(group, key, x, rows, weights, biases, streams, max_tokens, pack, wide)
         operands = plan.operands(weights)
-    return _run(plan, operands, x, rows, weights, biases)
+    return run_plan(plan, operands, x, rows, weights, biases)
 
 
 def run_as(
@@ -97,6 +111,7 @@ def run_as(
     weights: list[Tensor],
     biases: list[Tensor | None],
     streams: list[int],
+    wide: Sequence[bool] = (),
 ) -> list[Tensor]:
     """The operator with the way `name` of `strategies.STRATEGIES`. For measurements and tests.
 
@@ -104,11 +119,11 @@ def run_as(
         RuntimeError: the weights do not lie as the way needs them to.
     """
     rows = products.rows_of(x)
-    problem = _Group(weights).problem(rows, biases, streams, True)
+    problem = Group(weights).problem(rows, biases, streams, True, wide=tuple(wide))
     if strategies.STRATEGIES[name].gather is not None and not problem.aligned:
         raise RuntimeError(f"{name} needs weights of which every row is contiguous and begins at 16 bytes.")
     plan = strategies.plan_of(name, problem)
-    return _run(plan, plan.operands(weights), x, rows, weights, biases)
+    return run_plan(plan, plan.operands(weights), x, rows, weights, biases)
 
 
 def fake(
@@ -118,14 +133,20 @@ def fake(
     streams: list[int],
     max_tokens: int = 1024,
     pack: bool = True,
+    wide: Sequence[bool] = (),
 ) -> list[Tensor]:
     """Outputs without values."""
     products.check(x, weights, biases)
     products.check_streams(weights, streams)
-    widths: dict[torch.dtype, int] = {}
-    for weight in weights:
-        widths[weight.dtype] = widths.get(weight.dtype, 0) + weight.shape[0]
-    return [x.new_empty((*x.shape[:-1], width), dtype=dtype) for dtype, width in widths.items()]
+    products.check_wide(weights, wide)
+    widths: dict[tuple[torch.dtype, bool], int] = {}
+    for weight, is_wide in _marked(weights, wide):
+        kind = weight.dtype, is_wide
+        widths[kind] = widths.get(kind, 0) + weight.shape[0]
+    return [
+        x.new_empty((*x.shape[:-1], width), dtype=torch.float32 if is_wide else dtype)
+        for (dtype, is_wide), width in widths.items()
+    ]
 
 
 def composed(
@@ -135,33 +156,51 @@ def composed(
     streams: list[int],
     max_tokens: int = 1024,
     pack: bool = True,
+    wide: Sequence[bool] = (),
 ) -> list[Tensor]:
     """Outputs that have gradients."""
     products.check(x, weights, biases)
     products.check_streams(weights, streams)
-    parts: dict[torch.dtype, list[Tensor]] = {}
-    for weight, bias in zip(weights, biases, strict=True):
-        parts.setdefault(weight.dtype, []).append(products.linear(x, weight, bias))
-    return [torch.cat(of_dtype, dim=-1) for of_dtype in parts.values()]
+    products.check_wide(weights, wide)
+    parts: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
+    for (weight, is_wide), bias in zip(_marked(weights, wide), biases, strict=True):
+        multiply = products.linear_wide if is_wide else products.linear
+        parts.setdefault((weight.dtype, is_wide), []).append(multiply(x, weight, bias))
+    return [torch.cat(of_kind, dim=-1) for of_kind in parts.values()]
 
 
-def _remember(
+def _marked(weights: Sequence[Tensor], wide: Sequence[bool]) -> list[tuple[Tensor, bool]]:
+    return list(zip(weights, wide or [False] * len(weights), strict=True))
+
+
+def _checked(
     addresses: tuple[int, ...],
     x: Tensor,
     weights: list[Tensor],
     biases: list[Tensor | None],
     streams: list[int],
-) -> _Group:
+) -> Group:
     products.check(x, weights, biases)
     products.check_streams(weights, streams)
+    return _remember(addresses, weights)
+
+
+def _remember(addresses: tuple[int, ...], weights: Sequence[Tensor]) -> Group:
     if len(_groups) >= _KEEP:
         _groups.clear()
-    group = _groups[addresses] = _Group(weights)
+    group = _groups[addresses] = Group(weights)
     return group
 
 
+def known_as(weights: Sequence[Tensor]) -> Group:
+    """What is known of these weights, float8 ones among them; they have been checked."""
+    addresses = tuple(map(_address, weights))
+    group = _groups.get(addresses)
+    return group if group is not None and group.same(*weights) else _remember(addresses, weights)
+
+
 def _choose(
-    group: _Group,
+    group: Group,
     key: tuple[Any, ...],
     x: Tensor,
     rows: Tensor,
@@ -170,12 +209,14 @@ def _choose(
     streams: Sequence[int],
     max_tokens: int,
     pack: bool,
+    wide: Sequence[bool],
 ) -> Plan:
     """The plan for such a call, remembered if it is for good."""
     products.check(x, weights, biases)
     products.check_streams(weights, streams)
+    products.check_wide(weights, wide)
     index = rows.device.index if rows.is_cuda else None
-    problem = group.problem(rows, biases, streams, pack)
+    problem = group.problem(rows, biases, streams, pack, wide=tuple(wide))
     name, problem, settled = tuning.strategy(problem, rows.shape[0], max_tokens, index)
     plan = strategies.plan_of(name, problem)
     if settled:
@@ -183,14 +224,16 @@ def _choose(
     return plan
 
 
-def _run(
+def run_plan(
     plan: Plan,
     operands: list[list[Operand]],
     x: Tensor,
     rows: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
+    scaled: Sequence[Scaled] = (),
 ) -> list[Tensor]:
+    """The outputs of `plan.outputs`, with the leading axes of `x`; see `strategies.execute`."""
     if plan.alone:
         # What serving does in most layers, with as little on the host as can be.
         operand = operands[0][0]
@@ -200,24 +243,42 @@ def _run(
         tokens, columns = rows.shape
         outputs = [rows.new_empty((tokens, width), dtype=dtype) for dtype, width in plan.outputs]
         casts = {dtype: rows.new_empty((tokens, columns), dtype=dtype) for dtype in plan.casts}
-        strategies.execute(plan, rows, operands, weights, biases, outputs, casts)
+        strategies.execute(plan, rows, operands, weights, biases, outputs, casts, scaled)
     if x.dim() == 2:
         return outputs
     return [output.view(*x.shape[:-1], output.shape[1]) for output in outputs]
 
 
 def _runs(weights: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
-    """The members of each run of weights of one dtype that lie one behind the other, in the order of the outputs."""
+    """The members of each run of weights of one dtype that lie one behind the other, in the order of the outputs.
+
+    float8 weights have scales of their own, so none of them is in a run with others.
+    """
     runs: list[list[int]] = []
     for dtype in dict.fromkeys(weight.dtype for weight in weights):
         run: list[int] = []
         for member in (i for i, weight in enumerate(weights) if weight.dtype == dtype):
-            if run and packing.separation([weights[i] for i in (*run, member)]) is None:
+            if run and dtype != FLOAT8 and packing.separation([weights[i] for i in (*run, member)]) is None:
                 run.append(member)
             else:
                 run = [member]
                 runs.append(run)
     return tuple(map(tuple, runs))
+
+
+def _parted(runs: tuple[tuple[int, ...], ...], wide: Sequence[bool]) -> tuple[tuple[int, ...], ...]:
+    """The same runs, cut where results have another dtype than those before."""
+    if not any(wide):
+        return runs
+    parted: list[tuple[int, ...]] = []
+    for run in runs:
+        is_wide = functools.partial(_is_wide, wide)
+        parted += [tuple(members) for _, members in itertools.groupby(run, is_wide)]
+    return tuple(parted)
+
+
+def _is_wide(wide: Sequence[bool], member: int) -> bool:
+    return member < len(wide) and wide[member]
 
 
 def _sameness(weights: Sequence[Tensor]) -> Callable[..., bool]:

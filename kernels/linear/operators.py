@@ -1,8 +1,9 @@
-"""Operators for linear layers on one input: `dsv4::grouped_linear`, `dsv4::parallel_linear` and `dsv4::packed_linear`.
+"""Operators for linear layers on one input: `dsv4::grouped_linear`, `dsv4::mixed_linear`, `dsv4::parallel_linear` and
+`dsv4::packed_linear`.
 
 All are functional, and all read the weights as they are when called; the results are those of
-`torch.nn.functional.linear`. `grouped_linear` chooses by measurement how it runs. The others run as they are named,
-which is the choice of whoever writes the graph.
+`torch.nn.functional.linear`, of float8 weights those of `torch._scaled_mm`. `grouped_linear` and `mixed_linear` choose
+by measurement how they run. The others run as they are named, which is the choice of whoever writes the graph.
 """
 
 import functools
@@ -13,18 +14,24 @@ import torch
 from torch import Tensor
 
 from dsv4_compile.kernels import streams as auxiliary
-from dsv4_compile.kernels.linear import grouped, packing
+from dsv4_compile.kernels.linear import grouped, mixed, packing
 from dsv4_compile.kernels.linear.products import check, check_dtypes, check_streams, joined, linear, multiply, rows_of
 from dsv4_compile.kernels.lowering import directly
 
-__all__ = ["grouped_linear", "packed_linear", "parallel_linear"]
+__all__ = ["grouped_linear", "mixed_linear", "packed_linear", "parallel_linear"]
 
 _library = torch.library.Library("dsv4", "FRAGMENT")
 # flexible_layout: any strides will do, so Inductor need not copy an input into its eager layout.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 _library.define(
-    "grouped_linear(Tensor x, Tensor[] weights, Tensor?[] biases, int[] streams, int max_tokens=1024, bool pack=True)"
-    " -> Tensor[]",
+    "grouped_linear(Tensor x, Tensor[] weights, Tensor?[] biases, int[] streams, int max_tokens=1024, bool pack=True,"
+    " bool[] wide=[]) -> Tensor[]",
+    tags=_TAGS,
+)
+_library.define(
+    "mixed_linear(Tensor x, Tensor[] weights, Tensor?[] biases, int[] streams, Tensor[] inputs, Tensor[] low_weights,"
+    " Tensor?[] low_biases, Tensor[] input_scales, Tensor[] weight_scales, ScalarType dtype, bool fast=False,"
+    " int max_tokens=1024, bool pack=True, bool[] wide=[]) -> Tensor[]",
     tags=_TAGS,
 )
 _library.define(
@@ -44,6 +51,7 @@ def grouped_linear(
     streams: Sequence[int],
     max_tokens: int = 1024,
     pack: bool = True,
+    wide: Sequence[bool] = (),
 ) -> list[Tensor]:
     """Linear layers on one input, in the way that is the fastest for their shapes and the number of rows.
 
@@ -62,15 +70,62 @@ def grouped_linear(
             `s` of the device. All 0: nothing leaves the current stream.
         max_tokens: with more rows than this in `x` nothing leaves the current stream.
         pack: whether weights that lie one behind the other may be read as one.
+        wide: for each weight whether its result is float32 although the weight is bfloat16 or float16, as that of
+            `torch.mm(..., out_dtype=torch.float32)`; empty: none is.
 
     Returns:
         `[..., sum M_i]` for each dtype among the weights, in order of first appearance: the results of the weights of
-        that dtype side by side, in their order; contiguous.
+        that dtype side by side, in their order; contiguous. Wide ones of a dtype are an output of their own.
 
     Raises:
         RuntimeError: the lists differ in length, a stream is negative, or a shape does not fit.
     """
-    return torch.ops.dsv4.grouped_linear(x, weights, biases, streams, max_tokens, pack)
+    return torch.ops.dsv4.grouped_linear(x, weights, biases, streams, max_tokens, pack, wide)
+
+
+def mixed_linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    streams: Sequence[int],
+    inputs: Sequence[Tensor],
+    low_weights: Sequence[Tensor],
+    low_biases: Sequence[Tensor | None],
+    input_scales: Sequence[Tensor],
+    weight_scales: Sequence[Tensor],
+    dtype: torch.dtype,
+    fast: bool = False,
+    max_tokens: int = 1024,
+    pack: bool = True,
+    wide: Sequence[bool] = (),
+) -> list[Tensor]:
+    """`grouped_linear`, and beside it float8 layers, whose input is mostly that input, quantised.
+
+        y_j = input_scales_j * weight_scales_j * (inputs_j @ low_weights_j^T) + low_biases_j        as torch._scaled_mm
+
+    It runs in the way that is the fastest for all of them together; up to 64 tokens on CUDA from compute capability 8.9
+    that may be one launch for all (`skinny`), which rounds no less exactly than `torch._scaled_mm`.
+
+    Args:
+        x, weights, biases, max_tokens, pack, wide: as in `grouped_linear`; there is at least one weight.
+        streams: for each of `weights`, then for each of `low_weights`.
+        inputs: `[N, K]` each, float8_e4m3fn; N is the number of rows of `x`. Several may be the same tensor.
+        low_weights: `[M_j, K]` each, float8_e4m3fn, contiguous by rows.
+        low_biases: `[M_j]` in the dtype of the result, or `None`.
+        input_scales, weight_scales: float32, one number each, or `[N, 1]` and `[1, M_j]`.
+        dtype: of the results.
+        fast: `use_fast_accum` where `torch._scaled_mm` makes the product.
+
+    Returns:
+        The results of `grouped_linear`, then `[..., M_j]` for each of `low_weights`, without gradients; contiguous.
+
+    Raises:
+        RuntimeError: lists differ in length, a stream is negative, or a shape or dtype does not fit.
+    """
+    return torch.ops.dsv4.mixed_linear(
+        x, weights, biases, streams, inputs, low_weights, low_biases, input_scales, weight_scales, dtype, fast,
+        max_tokens, pack, wide,
+    )  # fmt: skip
 
 
 def parallel_linear(
@@ -231,6 +286,7 @@ def _with_autograd(operator: Any, composed: Callable[..., Any]) -> Callable[...,
 
 for _name, _run, _fake, _composed in (
     ("grouped_linear", grouped.run, grouped.fake, grouped.composed),
+    ("mixed_linear", mixed.run, mixed.fake, mixed.composed),
     ("parallel_linear", _parallel, _parallel_fake, _parallel_composed),
     ("packed_linear", _packed, _packed_fake, _packed_composed),
 ):

@@ -2,11 +2,29 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["check", "check_dtypes", "check_streams", "joined", "linear", "multiply", "rows_of"]
+__all__ = [
+    "FLOAT8",
+    "Scaled",
+    "check",
+    "check_dtypes",
+    "check_scaled",
+    "check_streams",
+    "check_wide",
+    "joined",
+    "linear",
+    "linear_wide",
+    "multiply",
+    "multiply_scaled",
+    "multiply_wide",
+    "rows_of",
+]
+
+FLOAT8 = torch.float8_e4m3fn
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -19,6 +37,49 @@ def multiply(rows: Tensor, turned: Tensor, bias: Tensor | None, out: Tensor | No
     if bias is None:
         return torch.mm(rows, turned, out=out)
     return torch.addmm(bias, rows, turned, out=out)
+
+
+def multiply_wide(rows: Tensor, turned: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    """`multiply` in bfloat16 or float16 into `out` in float32, in which the sums are not rounded."""
+    if not rows.is_cuda:
+        torch.mm(rows.float(), turned.float(), out=out)
+    elif out.is_contiguous():
+        torch.ops.aten.mm.dtype_out(rows, turned, torch.float32, out=out)
+    else:
+        out.copy_(torch.mm(rows, turned, out_dtype=torch.float32))
+    return out if bias is None else out.add_(bias)
+
+
+def linear_wide(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`linear` with a result in float32."""
+    rows = rows_of(x).to(weight.dtype).float()
+    made = torch.nn.functional.linear(rows, weight.float(), None if bias is None else bias.float())
+    return made.view(*x.shape[:-1], weight.shape[0])
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """What a float8 weight `[M, K]` is multiplied by, as `torch._scaled_mm` takes it.
+
+    rows: `[N, K]`, float8, contiguous by rows. of_rows, of_weight: float32 scales, one number each, or `[N, 1]` and
+    `[1, M]`. dtype: of the result. fast: whether the tensor cores may add up with fewer bits.
+    """
+
+    rows: Tensor
+    of_rows: Tensor
+    of_weight: Tensor
+    dtype: torch.dtype
+    fast: bool = False
+
+
+def multiply_scaled(given: Scaled, turned: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    """`[N, M] = of_rows * of_weight * (rows[N, K] @ turned[K, M]) + bias[M]`, into `out`, which is contiguous."""
+    if out.numel() == 0:
+        return out
+    scales = {"scale_a": given.of_rows, "scale_b": given.of_weight}
+    return torch._scaled_mm(
+        given.rows, turned, **scales, bias=bias, out_dtype=given.dtype, use_fast_accum=given.fast, out=out
+    )
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -80,3 +141,37 @@ def check_dtypes(weights: Sequence[Tensor]) -> None:
     dtypes = sorted({str(weight.dtype) for weight in weights})
     if len(dtypes) > 1:
         raise RuntimeError(f"Packed linear layers need weights of one dtype, and theirs are {', '.join(dtypes)}.")
+
+
+def check_scaled(x: Tensor, given: Scaled, weight: Tensor, bias: Tensor | None) -> None:
+    """Raises RuntimeError where `torch._scaled_mm` would not take this float8 weight `[M, K]` beside the input `x`."""
+    rows, columns, features = math.prod(x.shape[:-1]), x.shape[-1], weight.shape[0]
+    if weight.dim() != 2 or weight.shape[1] != columns or given.rows.shape != (rows, columns):
+        raise RuntimeError(
+            f"A float8 layer needs an input [{rows}, {columns}] and a weight [M, {columns}], and their shapes are "
+            f"{list(given.rows.shape)} and {list(weight.shape)}."
+        )
+    if given.rows.dtype != FLOAT8 or weight.dtype != FLOAT8:
+        raise RuntimeError(f"Input and weight must be {FLOAT8}, and they are {given.rows.dtype} and {weight.dtype}.")
+    scales = given.of_rows, given.of_weight
+    if any(scale.dtype != torch.float32 for scale in scales) or not (
+        all(scale.numel() == 1 for scale in scales)
+        or (given.of_rows.shape == (rows, 1) and given.of_weight.shape == (1, features))
+    ):
+        raise RuntimeError(
+            f"Scales must be float32, one number each or [{rows}, 1] and [1, {features}], and they are "
+            f"{list(given.of_rows.shape)} and {list(given.of_weight.shape)}."
+        )
+    if bias is not None and (bias.dtype != given.dtype or bias.shape != (features,)):
+        raise RuntimeError(
+            f"The bias must be [{features}] in {given.dtype}, and it is {list(bias.shape)} in {bias.dtype}."
+        )
+
+
+def check_wide(weights: Sequence[Tensor], wide: Sequence[bool]) -> None:
+    """Raises RuntimeError where `wide`, if there is one, does not fit the weights."""
+    if wide and len(wide) != len(weights):
+        raise RuntimeError(f"There are {len(weights)} weights, and {len(wide)} say whether their result is float32.")
+    for weight, is_wide in zip(weights, wide, strict=False):
+        if is_wide and weight.dtype not in (torch.bfloat16, torch.float16):
+            raise RuntimeError(f"A result in float32 needs a weight in bfloat16 or float16, and one is {weight.dtype}.")

@@ -8,6 +8,9 @@
     pack+streams     current stream:  abc      side 1:  d
     skinny: ...      current stream:  abc wherever they lie, d        up to 64 tokens (`skinny`)
 
+A group may have float8 weights besides, at its end, each with a float8 input and scales of its own (`Scaled`): in torch
+`_scaled_mm` makes their products, in `skinny` the launch of the others. Each of them has an output of its own.
+
 Each product writes its columns of the output of its dtype. A further way (a kernel of its own, say) is one more entry
 of `STRATEGIES`.
 """
@@ -25,8 +28,21 @@ from torch import Tensor
 
 from dsv4_compile.kernels import streams as auxiliary
 from dsv4_compile.kernels.linear import products, skinny
+from dsv4_compile.kernels.linear.products import Scaled
 
-__all__ = ["STRATEGIES", "Card", "Plan", "Problem", "Strategy", "default", "execute", "fastest", "legal", "plan_of"]
+__all__ = [
+    "STRATEGIES",
+    "Card",
+    "Low",
+    "Plan",
+    "Problem",
+    "Strategy",
+    "default",
+    "execute",
+    "fastest",
+    "legal",
+    "plan_of",
+]
 
 PACK_MAX_TOKENS = 4096
 """Up to so many tokens one product does not fill the card by itself, so that packing pays where nothing is measured."""
@@ -37,7 +53,7 @@ MARGIN = 1.02
 Multiply = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 """`[N, M]` of rows `[N, K]`, transposed weight `[K, M]`, bias `[M]` and where to write it, as `products.multiply`."""
 
-Gather = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor | None], Tensor], None]
+Gather = Callable[..., None]
 """Fills `[N, sum M_i]` from rows `[N, K]`, weights `[M_i, K]` and biases `[M_i]`, as `skinny.multiply`."""
 
 
@@ -50,6 +66,21 @@ class Card:
     capability: int = 0
 
 
+Kind = tuple[torch.dtype, bool]
+"""What an output has: dtype of the weights, and whether it is float32 although they are not."""
+
+
+@dataclass(frozen=True)
+class Low:
+    """A float8 weight. `dtype` is that of the result, `by_row` whether each row and each token has a scale of its own,
+    `input` the number of its input (those with one number have one input), `fast` as in `products.Scaled`."""
+
+    dtype: torch.dtype
+    by_row: bool
+    input: int
+    fast: bool
+
+
 @dataclass(frozen=True)
 class Problem:
     """What decides which way is the fastest, besides the token count.
@@ -57,7 +88,8 @@ class Problem:
     `features` are the M_i of weights `[M_i, columns]`. `runs` are the members of each run of weights that lie one
     behind the other. `streams` are the stream of each weight, all 0 where nothing may leave the current stream. `x` is
     the dtype of the input, and `contiguous` whether its rows are. `aligned`: every row of every weight is contiguous
-    and begins at a multiple of 16 bytes.
+    and begins at a multiple of 16 bytes. `scaled` describes the last weights, those that are float8. `wide` says of
+    which of the others the results are float32 although the weight is not; empty: of none.
     """
 
     card: Card
@@ -70,6 +102,17 @@ class Problem:
     x: torch.dtype
     contiguous: bool
     aligned: bool = True
+    scaled: tuple[Low, ...] = ()
+    wide: tuple[bool, ...] = ()
+
+    def kind(self, member: int) -> Kind:
+        """Which output the result of a weight that is not float8 is a part of."""
+        return self.dtypes[member], bool(self.wide) and self.wide[member]
+
+    @property
+    def plain(self) -> int:
+        """How many weights are not float8; they come first."""
+        return len(self.features) - len(self.scaled)
 
     @property
     def has_runs(self) -> bool:
@@ -144,9 +187,10 @@ def fastest(times: Mapping[str, float]) -> str:
 
 @dataclass(frozen=True)
 class Product:
-    """One matrix product: the members whose weights it reads, and the columns it writes of the output of their dtype.
+    """One matrix product: the members whose weights it reads, and the columns it writes of their output.
 
     `base` is the member that the memory of a run begins with. `gathered`: the weights are read wherever they lie.
+    `parts` are output, start and stop of each member, where several outputs are written.
     """
 
     members: tuple[int, ...]
@@ -155,6 +199,7 @@ class Product:
     start: int
     stop: int
     gathered: bool = False
+    parts: tuple[tuple[int, int, int], ...] = ()
 
 
 Operand = Tensor | list[Tensor]
@@ -200,12 +245,14 @@ def plan_of(name: str, problem: Problem) -> Plan:
     strategy = STRATEGIES[name]
     units = _units(strategy, problem)
     slots = [[*units]] if not strategy.forks else _spread(problem, units, by_owner=not strategy.packed)
-    dtypes = tuple(dict.fromkeys(problem.dtypes))
-    starts, widths = _columns(problem)
-    made = tuple(tuple(_product(strategy, problem, unit, dtypes, starts) for unit in slot) for slot in slots)
+    dtypes = dict.fromkeys(problem.dtypes[: problem.plain])
+    places, outputs = _columns(problem)
+    made = tuple(tuple(_product(strategy, problem, unit, places) for unit in slot) for slot in slots)
     casts = tuple(dtype for dtype in dtypes if dtype != problem.x)
-    alone = len(units) == 1 and not casts and not any(problem.biased) and strategy.gather is None
-    return Plan(strategy, problem.columns, made, tuple(widths.items()), casts, alone)
+    alone = (
+        len(units) == 1 and not casts and not any(problem.biased) and not any(problem.wide) and strategy.gather is None
+    )
+    return Plan(strategy, problem.columns, made, outputs, casts, alone)
 
 
 def _units(strategy: Strategy, problem: Problem) -> tuple[tuple[int, ...], ...]:
@@ -215,33 +262,39 @@ def _units(strategy: Strategy, problem: Problem) -> tuple[tuple[int, ...], ...]:
     if strategy.gather is None:
         return tuple((i,) for i in range(len(problem.features)))
     alike: defaultdict[Hashable, list[int]] = defaultdict(list)
-    for i, dtype in enumerate(problem.dtypes):
-        alike[dtype if skinny.takes(dtype) else i].append(i)
+    for i in range(len(problem.features)):
+        dtype = skinny.joined_type(problem, i)
+        alike[i if dtype is None else dtype].append(i)
     return tuple(map(tuple, alike.values()))
 
 
-def _columns(problem: Problem) -> tuple[list[int], dict[torch.dtype, int]]:
-    """Where the columns of each member begin in the output of its dtype, and the width of each output."""
-    widths: defaultdict[torch.dtype, int] = defaultdict(int)
-    starts = []
-    for features, dtype in zip(problem.features, problem.dtypes, strict=True):
-        starts.append(widths[dtype])
-        widths[dtype] += features
-    return starts, dict(widths)
+def _columns(problem: Problem) -> tuple[list[tuple[int, int, int]], tuple[tuple[torch.dtype, int], ...]]:
+    """Output, first column and last of each member, and dtype and width of each output.
+
+    Members of one kind are side by side in an output; float8 weights have outputs of their own.
+    """
+    widths: dict[Kind, int] = {}
+    places = []
+    for i, features in enumerate(problem.features[: problem.plain]):
+        start = widths.setdefault(problem.kind(i), 0)
+        widths[problem.kind(i)] = start + features
+        places.append(([*widths].index(problem.kind(i)), start, start + features))
+    low = list(zip((low.dtype for low in problem.scaled), problem.features[problem.plain :], strict=True))
+    places += [(i, 0, features) for i, (_, features) in enumerate(low, len(widths))]
+    outputs = [(torch.float32 if wide else dtype, width) for (dtype, wide), width in widths.items()]
+    return places, (*outputs, *low)
 
 
 def _product(
-    strategy: Strategy,
-    problem: Problem,
-    members: tuple[int, ...],
-    dtypes: Sequence[torch.dtype],
-    starts: Sequence[int],
+    strategy: Strategy, problem: Problem, members: tuple[int, ...], places: Sequence[tuple[int, int, int]]
 ) -> Product:
     base = next((i for i in members if problem.features[i]), members[0])
-    start = starts[members[0]]
-    stop = start + sum(problem.features[i] for i in members)
-    gathered = strategy.gather is not None and skinny.takes(problem.dtypes[base])
-    return Product(members, base, dtypes.index(problem.dtypes[base]), start, stop, gathered)
+    own = tuple(places[i] for i in members)
+    output, start, _ = own[0]
+    stop = start + sum(stop - start for _, start, stop in own)
+    gathered = strategy.gather is not None and skinny.takes(problem.dtypes[members[0]])
+    several = len({output for output, _, _ in own}) > 1
+    return Product(members, base, output, start, stop, gathered, own if several else ())
 
 
 def _spread(problem: Problem, units: Iterable[tuple[int, ...]], by_owner: bool) -> list[list[tuple[int, ...]]]:
@@ -271,6 +324,7 @@ def execute(
     biases: Sequence[Tensor | None],
     outputs: Sequence[Tensor],
     casts: Mapping[torch.dtype, Tensor],
+    scaled: Sequence[Scaled] = (),
 ) -> None:
     """Runs `plan`; what follows on the current stream comes after all of it.
 
@@ -283,12 +337,13 @@ def execute(
         operands: `plan.operands(weights)`.
         outputs: `[N, M]` for each of `plan.outputs`, to be filled.
         casts: `[N, K]` for each of `plan.casts`, to be filled with `rows`.
+        scaled: what the float8 weights, which are the last ones, are multiplied by.
     """
     for cast in casts.values():
         cast.copy_(rows)
     work = [
         [
-            _task(plan.strategy, product, operand, rows, weights, biases, outputs, casts)
+            _task(plan.strategy, product, operand, rows, weights, biases, outputs, casts, scaled)
             for product, operand in zip(*slot, strict=True)
         ]
         for slot in zip(plan.slots, operands, strict=True)
@@ -297,7 +352,8 @@ def execute(
     if not any(sides):
         _run_all(work[0])
         return
-    auxiliary.execute_in_parallel(main or _nothing, sides, rows.device, inputs=(rows, *casts.values()))
+    low = [tensor for given in scaled for tensor in (given.rows, given.of_rows, given.of_weight)]
+    auxiliary.execute_in_parallel(main or _nothing, sides, rows.device, inputs=(rows, *casts.values(), *low))
 
 
 def _task(
@@ -309,19 +365,32 @@ def _task(
     biases: Sequence[Tensor | None],
     outputs: Sequence[Tensor],
     casts: Mapping[torch.dtype, Tensor],
+    scaled: Sequence[Scaled],
 ) -> Callable[[], Any]:
     """Makes one product."""
     output = outputs[product.output]
     members = product.members
-    cast = casts.get(output.dtype, rows)
-    if product.stop - product.start < output.shape[1]:
+    plain = len(weights) - len(scaled)
+    if members[0] >= plain:
+        assert isinstance(operand, Tensor)
+        given = scaled[members[0] - plain]
+        return functools.partial(products.multiply_scaled, given, operand, biases[members[0]], output)
+    dtype = weights[members[0]].dtype
+    cast = casts.get(dtype, rows)
+    if not product.parts and product.stop - product.start < output.shape[1]:
         output = output[:, product.start : product.stop]
     if isinstance(operand, list):
         assert strategy.gather is not None
-        return functools.partial(strategy.gather, cast, operand, [biases[i] for i in members], output)
+        gather = functools.partial(strategy.gather, cast, operand, [biases[i] for i in members])
+        if not product.parts:
+            return functools.partial(gather, output)
+        each = [outputs[i][:, start:stop] for i, start, stop in product.parts]
+        return functools.partial(gather, each, scaled=[scaled[i - plain] for i in members if i >= plain])
     bias = biases[members[0]]
     if len(members) > 1:
         bias = products.joined([biases[i] for i in members], [weights[i] for i in members])
+    if output.dtype != dtype:
+        return functools.partial(products.multiply_wide, cast, operand, bias, output)
     return functools.partial(strategy.multiply, cast, operand, bias, output)
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from dsv4_compile.kernels.choice import replays
 from dsv4_compile.kernels.driver import bindings, check
 from dsv4_compile.kernels.linear import skinny, strategies
+from dsv4_compile.kernels.linear.products import FLOAT8, Scaled
 from dsv4_compile.kernels.linear.strategies import Plan, Problem
 
 __all__ = ["measure"]
@@ -101,6 +102,7 @@ class _Set:
     biases: list[Tensor | None]
     outputs: list[Tensor]
     casts: dict[torch.dtype, Tensor]
+    scaled: list[Scaled]
 
 
 class _Cursor:
@@ -125,14 +127,28 @@ def _take_set(cursor: _Cursor, problem: Problem, tokens: int) -> _Set:
         features = [problem.features[i] for i in run]
         whole = cursor.take((sum(features), columns), problem.dtypes[run[0]])
         weights |= dict(zip(run, whole.split(features), strict=True))
+    dtypes = (*problem.dtypes[: problem.plain], *(low.dtype for low in problem.scaled))
     biases = [
         cursor.take((features,), dtype) if biased else None
-        for features, dtype, biased in zip(problem.features, problem.dtypes, problem.biased, strict=True)
+        for features, dtype, biased in zip(problem.features, dtypes, problem.biased, strict=True)
     ]
     plan = strategies.plan_of("serial", problem)
     outputs = [cursor.take((tokens, width), dtype) for dtype, width in plan.outputs]
     casts = {dtype: cursor.take((tokens, columns), dtype) for dtype in plan.casts}
-    return _Set(rows, [weights[i] for i in range(len(weights))], biases, outputs, casts)
+    scaled = _take_scaled(cursor, problem, tokens)
+    return _Set(rows, [weights[i] for i in range(len(weights))], biases, outputs, casts, scaled)
+
+
+def _take_scaled(cursor: _Cursor, problem: Problem, tokens: int) -> list[Scaled]:
+    inputs: dict[int, Tensor] = {}
+    found = []
+    for low, features in zip(problem.scaled, problem.features[problem.plain :], strict=True):
+        if low.input not in inputs:
+            inputs[low.input] = cursor.take((tokens, problem.columns), FLOAT8)
+        shapes = ((tokens, 1), (1, features)) if low.by_row else ((), ())
+        of_rows, of_weight = (cursor.take(shape, torch.float32) for shape in shapes)
+        found.append(Scaled(inputs[low.input], of_rows, of_weight, low.dtype, low.fast))
+    return found
 
 
 @functools.lru_cache(maxsize=1024)
@@ -152,15 +168,19 @@ def _fill(sets: list[_Set]) -> None:
     """Random numbers, because a card is faster with equal ones; not from the generator that others use."""
     generator = torch.Generator(sets[0].rows.device).manual_seed(0)
     for one in sets:
-        for tensor in (one.rows, *one.weights, *one.biases):
-            if tensor is not None:
+        low = [tensor for given in one.scaled for tensor in (given.rows, given.of_rows, given.of_weight)]
+        for tensor in (one.rows, *one.weights, *one.biases, *low):
+            if tensor is not None and tensor.dtype == FLOAT8:
+                # All numbers below 2: there is no random generator for these.
+                tensor.view(torch.uint8).random_(0, 256, generator=generator).bitwise_and_(0xBF)
+            elif tensor is not None:
                 tensor.uniform_(-1, 1, generator=generator)
 
 
 def _launch(plan: Plan, sets: list[_Set]) -> None:
     for one in sets:
         operands = plan.operands(one.weights)
-        strategies.execute(plan, one.rows, operands, one.weights, one.biases, one.outputs, one.casts)
+        strategies.execute(plan, one.rows, operands, one.weights, one.biases, one.outputs, one.casts, one.scaled)
 
 
 def _as_tensor(address: int, size: int, device: torch.device) -> Tensor:

@@ -150,6 +150,7 @@ def choices() -> list[dict[str, Any]]:
             **dataclasses.asdict(problem),
             "dtypes": [_brief(dtype) for dtype in problem.dtypes],
             "x": _brief(problem.x),
+            "scaled": [{**dataclasses.asdict(low), "dtype": _brief(low.dtype)} for low in problem.scaled],
             "tokens": None if bucket == math.inf else int(bucket),
             "strategy": _name(problem, bucket, known.found),
             "source": known.source,

@@ -170,6 +170,20 @@ inline void round_into(float value, f16* to) {
     to->bits = sign | (up ? high : low);
 }
 
+// A float8 number e4m3: four bits of exponent, three of mantissa, no infinity, NaN where all of them are set.
+static float number_of_byte(u32 bits) {
+    const int exponent = bits >> 3 & 15, mantissa = bits & 7;
+    float wide = (bits & 127) == 127 ? NAN
+                 : exponent          ? std::ldexp(8.0f + mantissa, exponent - 10)
+                                     : std::ldexp((float)mantissa, -9);
+    return bits >> 7 & 1 ? -wide : wide;
+}
+inline void widen(u32 four, u32& low, u32& high) {
+    f16 wide[4];
+    for (int i = 0; i < 4; i++) round_into(number_of_byte(four >> 8 * i & 255), &wide[i]);
+    low = wide[0].bits | (u32)wide[1].bits << 16, high = wide[2].bits | (u32)wide[3].bits << 16;
+}
+
 // A(row, k) is in lane row % 8 * 4 + k % 8 / 2, register row / 8 + k / 8 * 2, half k % 2; B(k, n) in lane n * 4 + k % 8 / 2,
 // register k / 8, half k % 2; C(row, n) in lane row % 8 * 4 + n / 2, register row / 8 * 2 + n % 2.
 template <class T> inline void multiply_add(float* c, const u32* a, const u32* b, T) {
@@ -193,6 +207,10 @@ inline void bring_near(const void* from, int bytes) {
     if ((uintptr_t)from % 16 != 0 || bytes % 16 != 0 || bytes <= 0) fail("a misaligned prefetch");
     volatile char sink = ((const char*)from)[0];
     sink = ((const char*)from)[bytes - 1];
+    (void)sink;
+}
+inline void bring_line(const void* at) {
+    volatile char sink = *(const char*)at;
     (void)sink;
 }
 inline void wait_for_inputs() {}

@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from dsv4_compile.kernels.linear import grouped, skinny
-from dsv4_compile.kernels.linear.skinny.plans import PLANS, Plan, Variant, fitted, tiles_of
+from dsv4_compile.kernels.linear.products import Scaled
+from dsv4_compile.kernels.linear.skinny.plans import PLANS, Plan, Variant, fitted
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 
@@ -59,13 +60,15 @@ def run(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     outputs: Sequence[Tensor],
+    scaled: Sequence[Scaled] = (),
     late: bool = True,
     backwards: bool = False,
 ) -> None:
-    groups = variant.groups(tiles_of([weight.shape[0] for weight in weights]))
+    groups = skinny.groups_of(variant, weights, scaled)
     workspace = torch.full((groups * variant.partials + 1,), torch.nan)
     counters = torch.zeros(groups, dtype=torch.int32)
-    packed = skinny.pack_arguments(rows, weights, biases, outputs, workspace.data_ptr(), counters.data_ptr())
+    given = rows, weights, biases, outputs, workspace.data_ptr(), counters.data_ptr()
+    packed = skinny.pack_mixed(variant, *given, scaled) if variant.low else skinny.pack_arguments(*given)
     fault = library(variant, folder).emulate(packed, groups, variant.shared_bytes, late, backwards)
     assert fault is None, fault.decode()
     assert not counters.any()
@@ -100,7 +103,7 @@ def check(
         torch.full((tokens + 2, count + 6), 77.0, dtype=F32 if i in wide else dtype) for i, count in enumerate(features)
     ]
     outputs = [whole[1:-1, 3:-3] for whole in around]
-    run(variant, folder, rows, weights, biases, outputs, late, backwards)
+    run(variant, folder, rows, weights, biases, outputs, late=late, backwards=backwards)
     for weight, bias, output, whole in zip(weights, biases, outputs, around, strict=True):
         exact = functional.linear(rows.double(), weight.double(), None if bias is None else bias.double())
         size = rows.double().abs() @ weight.double().abs().t() + (0 if bias is None else bias.double().abs())
@@ -179,7 +182,7 @@ def test_a_group_of_several_dtypes_gets_each_result_in_its_columns(
     launched: list[tuple[torch.dtype, int]] = []
 
     def chosen(
-        plan: Plan, dtype: torch.dtype, tokens: int, features: tuple[int, ...], columns: int, _: object
+        plan: Plan, dtype: torch.dtype, tokens: int, features: tuple[int, ...], columns: int, _: object, low: object
     ) -> Variant | None:
         counts = [count for count in features if count]
         return fitted(plan, skinny.TYPES[dtype], tokens, counts, columns, 90, 6)

@@ -1,6 +1,7 @@
 """Linear layers of one input with at most 64 tokens, in one launch that reads weights wherever they lie.
 
     y_i[N, M_i] = x[N, K] @ W_i[M_i, K]^T + b_i        N <= 64, up to 8 weights of bfloat16 or float16
+    y_j[N, M_j] = s_j * t_j * (x_j[N, K] @ W_j[M_j, K]^T) + b_j      of them float8 (e4m3) with inputs of their own
 
 Such a product takes as long as its weights take to come from memory, so everything serves that (`skinny.cuh`):
 
@@ -13,6 +14,9 @@ Such a product takes as long as its weights take to come from memory, so everyth
 - The next launch begins while the one before ends: what is weights is brought into L2 by then, and read when all that
   was to write them has ended.
 
+- float8 weights are copied as they are, and become float16, which has all their numbers, in front of the tensor cores.
+  That is what Hopper does with `mma` of float8 as well, once for each product instead of once for each fragment.
+
 Numbers: float32 sums, always in the same order: results of one plan do not depend on the run, nor on the other tokens.
 Which plan is the fastest, and whether one is faster than cuBLAS, is measured (`linear/tuning.py`).
 """
@@ -22,7 +26,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import struct
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,7 +42,19 @@ from dsv4_compile.kernels.cuda.kept import COUNTERS
 from dsv4_compile.kernels.cuda.launch import enqueue
 from dsv4_compile.kernels.driver import bindings
 from dsv4_compile.kernels.linear import products
+from dsv4_compile.kernels.linear.products import Scaled
+from dsv4_compile.kernels.linear.skinny.arguments import (
+    ARGUMENTS,
+    LOWS,
+    aligned,
+    by_input,
+    groups_of,
+    is_aligned,
+    pack_arguments,
+    pack_mixed,
+)
 from dsv4_compile.kernels.linear.skinny.plans import (
+    FLOAT8,
     MOST_LINEARS,
     MOST_TOKENS,
     PLANS,
@@ -47,7 +62,6 @@ from dsv4_compile.kernels.linear.skinny.plans import (
     Plan,
     Variant,
     fitted,
-    tiles_of,
 )
 
 if TYPE_CHECKING:
@@ -55,12 +69,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ARGUMENTS",
+    "LOWS",
     "PLANS",
     "SOURCE",
     "TYPES",
+    "groups_of",
     "is_aligned",
+    "joined_type",
     "multiply",
     "pack_arguments",
+    "pack_mixed",
     "prepare",
     "serves",
     "takes",
@@ -69,15 +87,26 @@ __all__ = [
 
 SOURCE = Path(__file__).parent / "skinny.cu"
 TYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
-# `struct Arguments` of skinny.cuh.
-ARGUMENTS = struct.Struct("=" + MOST_LINEARS * "5q 3i 4x" + "4q 3i 4x")
-_NOWHERE = (0, 0, 0, 0, 0, 0, 2**31 - 1, 0)
-_ALIGNMENT = 16  # bytes of a copy
 
 
 def takes(dtype: torch.dtype) -> bool:
     """Whether weights of `dtype` are multiplied here."""
     return dtype in TYPES
+
+
+def joined_type(problem: Problem, member: int) -> torch.dtype | None:
+    """The dtype of the launch that multiplies the weight of `member`, None where it is left to torch.
+
+    A float8 weight joins the first of `TYPES` among the others, if its result is of that dtype or float32.
+    """
+    beside = member - problem.plain
+    if beside < 0:
+        return problem.dtypes[member] if takes(problem.dtypes[member]) else None
+    first = next(filter(takes, problem.dtypes[: problem.plain]), None)
+    dtype = problem.scaled[beside].dtype
+    if problem.card.capability < FLOAT8 or problem.columns % 16 or first is None:
+        return None
+    return first if dtype == first or (dtype == torch.float32 and not problem.biased[member]) else None
 
 
 def serves(plan: Plan, problem: Problem, tokens: float) -> bool:
@@ -96,18 +125,32 @@ def _can(plan: Plan, problem: Problem, tokens: float) -> bool:
 def _variants(plan: Plan, problem: Problem, tokens: float) -> list[Variant | None]:
     """The kernel for the weights of each dtype, or None where there is none."""
     found = []
-    for dtype in filter(takes, dict.fromkeys(problem.dtypes)):
-        counts = [count for count, its in zip(problem.features, problem.dtypes, strict=True) if its == dtype and count]
-        if counts:
-            fits = len(counts) <= MOST_LINEARS
-            found.append(_variant(plan, dtype, tokens, tuple(counts), problem.columns, problem.card) if fits else None)
+    types = [joined_type(problem, i) for i in range(len(problem.features))]
+    for dtype in dict.fromkeys(one for one in types if one is not None):
+        members = [i for i, one in enumerate(types) if one == dtype and problem.features[i]]
+        if not members:
+            continue
+        counts = tuple(problem.features[i] for i in members if i < problem.plain)
+        inputs: dict[int, list[int]] = {}
+        for i in members:
+            if i >= problem.plain:
+                inputs.setdefault(problem.scaled[i - problem.plain].input, []).append(problem.features[i])
+        low = tuple(map(tuple, inputs.values()))
+        fits = len(members) <= MOST_LINEARS and bool(counts)
+        found.append(_variant(plan, dtype, tokens, counts, problem.columns, problem.card, low) if fits else None)
     return found
 
 
 def _variant(
-    plan: Plan, dtype: torch.dtype, tokens: float, features: tuple[int, ...], columns: int, card: Card
+    plan: Plan,
+    dtype: torch.dtype,
+    tokens: float,
+    features: tuple[int, ...],
+    columns: int,
+    card: Card,
+    low: tuple[tuple[int, ...], ...] = (),
 ) -> Variant | None:
-    return fitted(plan, TYPES[dtype], tokens, features, columns, card.capability, card.multiprocessors)
+    return fitted(plan, TYPES[dtype], tokens, features, columns, card.capability, card.multiprocessors, low)
 
 
 def prepare(problem: Problem, tokens: float, capability: tuple[int, int]) -> None:
@@ -156,6 +199,7 @@ def multiply(
     biases: Sequence[Tensor | None],
     outputs: Tensor | Sequence[Tensor],
     known: bool = False,
+    scaled: Sequence[Scaled] = (),
 ) -> None:
     """`outputs[i][N, M_i] = rows[N, K] @ weights[i][M_i, K]^T + biases[i]`, in one launch where that is possible.
 
@@ -166,6 +210,8 @@ def multiply(
         outputs: of the dtype of the weights or float32, contiguous by rows. They may be columns of a wider matrix. Or
             one matrix `[N, sum M_i]`, in which they lie side by side: that costs the host less.
         known: the weights are as they must be, which need not be looked at again (`Problem.aligned`).
+        scaled: what the last weights, which are float8, are multiplied by instead of `rows`; `outputs` is a sequence
+            then.
     """
     tokens, columns = rows.shape
     features = tuple(weight.shape[0] for weight in weights)
@@ -173,24 +219,33 @@ def multiply(
     if tokens == 0 or count == 0:
         return
     parts = [outputs] if isinstance(outputs, Tensor) else outputs
-    reason = _refusal(rows, count, [] if known else weights, parts)
+    reason = _refusal(rows, count, [] if known else weights, parts, scaled)
     if reason is None:
         index = rows.device.index
-        variant = _chosen(plan, rows.dtype, tokens, features, columns, index)
+        low = tuple(tuple(features[i] for i in members) for members in by_input(features, scaled))
+        variant = _chosen(plan, rows.dtype, tokens, features[: len(features) - len(scaled)], columns, index, low)
         function = None if variant is None else _kernel(variant, index)
         if variant is not None and function is not None:
-            _launch(variant, function, rows, weights, biases, outputs)
+            _launch(variant, function, rows, weights, biases, outputs, scaled)
             return
         reason = unavailable()
     warn(f"The skinny product is made by torch: {reason or 'no plan fits these shapes on this card'}")
-    _by_torch(rows, weights, biases, outputs.split(features, dim=1) if isinstance(outputs, Tensor) else outputs)
+    parts = outputs.split(features, dim=1) if isinstance(outputs, Tensor) else outputs
+    _by_torch(rows, weights, biases, parts, scaled)
 
 
 def _by_torch(
-    rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], outputs: Sequence[Tensor]
+    rows: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    outputs: Sequence[Tensor],
+    scaled: Sequence[Scaled],
 ) -> None:
-    for weight, bias, output in zip(weights, biases, outputs, strict=True):
-        if output.dtype == weight.dtype:
+    given = [*[None] * (len(weights) - len(scaled)), *scaled]
+    for weight, bias, output, beside in zip(weights, biases, outputs, given, strict=True):
+        if beside is not None:
+            products.multiply_scaled(beside, weight.t(), bias, output)
+        elif output.dtype == weight.dtype:
             products.multiply(rows, weight.t(), bias, output)
         else:
             output.copy_(products.multiply(rows.to(output.dtype), weight.to(output.dtype).t(), None))
@@ -198,14 +253,18 @@ def _by_torch(
                 output.add_(bias)
 
 
-def _refusal(rows: Tensor, count: int, weights: Sequence[Tensor], outputs: Sequence[Tensor]) -> str | None:
+def _refusal(
+    rows: Tensor, count: int, weights: Sequence[Tensor], outputs: Sequence[Tensor], scaled: Sequence[Scaled] = ()
+) -> str | None:
     """Why the kernel must not be given these tensors (`count` weights that have rows), or None."""
     if not rows.is_cuda:
         return f"it runs on CUDA and the tensors are on {rows.device.type}"
     if rows.dtype not in TYPES or rows.shape[1] % 8 or rows.shape[0] > MOST_TOKENS or count > MOST_LINEARS:
         return f"it is not written for {count} weights of {rows.dtype} and an input {list(rows.shape)}"
-    for weight in weights:
-        if weight.dtype != rows.dtype or not is_aligned(weight):
+    if scaled and rows.shape[1] % 16:
+        return f"it is not written for float8 weights of {rows.shape[1]} columns"
+    for i, weight in enumerate(weights, len(scaled) - len(weights)):
+        if weight.dtype != (rows.dtype if i < 0 else products.FLOAT8) or not is_aligned(weight):
             return "a weight is of another dtype, not contiguous by rows or does not begin at a multiple of 16 bytes"
     for output in outputs:
         if output.dtype not in (rows.dtype, torch.float32) or (output.stride(1) != 1 and output.shape[1] > 1):
@@ -213,24 +272,19 @@ def _refusal(rows: Tensor, count: int, weights: Sequence[Tensor], outputs: Seque
     return None
 
 
-def is_aligned(matrix: Tensor) -> bool:
-    """Whether each row of `[M, K]` is contiguous and begins at a multiple of 16 bytes."""
-    rows, columns = matrix.shape
-    size = matrix.element_size()
-    return (
-        (columns <= 1 or matrix.stride(1) == 1)
-        and (rows <= 1 or matrix.stride(0) * size % _ALIGNMENT == 0)
-        and matrix.data_ptr() % _ALIGNMENT == 0
-    )
-
-
 @functools.lru_cache(maxsize=4096)
 def _chosen(
-    plan: Plan, dtype: torch.dtype, tokens: int, features: tuple[int, ...], columns: int, index: int
+    plan: Plan,
+    dtype: torch.dtype,
+    tokens: int,
+    features: tuple[int, ...],
+    columns: int,
+    index: int,
+    low: tuple[tuple[int, ...], ...] = (),
 ) -> Variant | None:
     from dsv4_compile.kernels.linear.tuning import card_of
 
-    return _variant(plan, dtype, tokens, tuple(count for count in features if count), columns, card_of(index))
+    return _variant(plan, dtype, tokens, tuple(count for count in features if count), columns, card_of(index), low)
 
 
 # -------------------------------------------------------------------------------------------------------- the kernel
@@ -272,52 +326,26 @@ def _launch(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     outputs: Tensor | Sequence[Tensor],
+    scaled: Sequence[Scaled],
 ) -> None:
     if not is_aligned(rows):
         rows = rows.clone(memory_format=torch.contiguous_format)
+    if scaled:
+        scaled = aligned(scaled)
     index = rows.device.index
-    groups = variant.groups(tiles_of([weight.shape[0] for weight in weights]))
+    groups = groups_of(variant, weights, scaled)
     with torch.cuda.device(index):
         workspace = counters = 0
         partials = None
         if variant.partials:
             partials = torch.empty(groups * variant.partials, dtype=torch.float32, device=rows.device)
             workspace, counters = partials.data_ptr(), COUNTERS.take(groups, index)
-        arguments = pack_arguments(rows, weights, biases, outputs, workspace, counters)
+        if scaled:
+            assert not isinstance(outputs, Tensor)
+            arguments = pack_mixed(variant, rows, weights, biases, outputs, workspace, counters, scaled)
+        else:
+            arguments = pack_arguments(rows, weights, biases, outputs, workspace, counters)
         stream = torch._C._cuda_getCurrentRawStream(index)
         cluster = variant.splits if variant.plan.cluster else 1
         blocks = groups * variant.splits
         enqueue(function, index, stream, arguments, blocks, 32 * WARPS, variant.shared_bytes, cluster)
-
-
-def pack_arguments(
-    rows: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    outputs: Tensor | Sequence[Tensor],
-    workspace: int,
-    counters: int,
-) -> bytes:
-    """`struct Arguments` for these tensors; see `multiply`. Weights without rows are left out."""
-    values: list[int] = []
-    tiles = count = 0
-    together = isinstance(outputs, Tensor)
-    one = outputs if isinstance(outputs, Tensor) else outputs[0]
-    place, stride, size = one.data_ptr(), one.stride(0), one.element_size()
-    wide = one.dtype is not rows.dtype
-    for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-        features = weight.shape[0]
-        if not together:
-            one = outputs[i]
-            place, stride, wide = one.data_ptr(), one.stride(0), one.dtype is not rows.dtype
-        if features:
-            values += (
-                weight.data_ptr(), 0 if bias is None else bias.data_ptr(), place, weight.stride(0), stride, features,
-                tiles, wide,
-            )  # fmt: skip
-            tiles += -(-features // 16)
-            count += 1
-        place += size * features
-    values += _NOWHERE * (MOST_LINEARS - count)
-    tokens, columns = rows.shape
-    return ARGUMENTS.pack(*values, rows.data_ptr(), rows.stride(0), workspace, counters, tokens, columns, tiles)

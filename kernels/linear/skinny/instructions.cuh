@@ -49,6 +49,14 @@ __device__ __forceinline__ void multiply_add(float* c, const u32* a, const u32* 
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+#if LOW
+// Four float8 numbers (e4m3) as float16, which has them all: the first two, and the other two.
+__device__ __forceinline__ void widen(u32 four, u32& low, u32& high) {
+    asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e4m3x2 %0, a; cvt.rn.f16x2.e4m3x2 %1, b;}"
+        : "=r"(low), "=r"(high) : "r"(four));
+}
+#endif
+
 __device__ __forceinline__ float number(bf16 value) { return __int_as_float((int)value.bits << 16); }
 __device__ __forceinline__ float number(f16 value) {
     float wide;
@@ -70,6 +78,9 @@ __device__ __forceinline__ void bring_near(const void* from, int bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(bytes) : "memory");
 #endif
 }
+
+// Brings the line of memory that `at` is in into L2.
+__device__ __forceinline__ void bring_line(const void* at) { asm volatile("prefetch.global.L2 [%0];" :: "l"(at)); }
 
 // Blocks start before the launch before has ended. What it wrote may be read from here on. The next launch may start
 // as well: it waits for the end of this one in the same way.

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["MOST_LINEARS", "MOST_TOKENS", "PLANS", "Plan", "Variant", "fitted"]
+__all__ = ["FLOAT8", "MOST_LINEARS", "MOST_TOKENS", "PLANS", "Plan", "Variant", "fitted"]
 
 MOST_TOKENS = 64
 MOST_LINEARS = 8  # as in skinny.cuh
@@ -29,6 +29,7 @@ SHARED_BYTES = {
 }
 SYSTEM_BYTES = 1024
 CLUSTERS = 90  # the compute capability that has them
+FLOAT8 = 89  # the compute capability that converts from float8
 
 
 WARPS = 8  # of a block
@@ -79,7 +80,8 @@ class Variant:
     """What one compiled kernel is for, and how its launches are cut up.
 
     type: "bf16" or "f16". tokens: of the input, at most. row_warps: warps of a block along the rows of the weights; the
-    others are along their columns. tiles: of 16 rows, of a warp. ahead: stages that are prefetched into L2.
+    others are along their columns. tiles: of 16 rows, of a warp. ahead: stages that are prefetched into L2. low: some
+    of the weights are float8.
     """
 
     plan: Plan
@@ -90,11 +92,17 @@ class Variant:
     splits: int
     stages: int = 0
     ahead: int = 0
+    low: bool = False
+
+    @property
+    def block_tiles(self) -> int:
+        """Tiles of 16 rows of the weights, of a block."""
+        return self.row_warps * self.tiles
 
     @property
     def rows(self) -> int:
         """Of the weights, of a block."""
-        return 16 * self.row_warps * self.tiles
+        return 16 * self.block_tiles
 
     @property
     def macros(self) -> dict[str, str | int]:
@@ -110,6 +118,7 @@ class Variant:
             "SPLITS": self.splits,
             "CLUSTER": int(self.plan.cluster),
             "AHEAD": self.ahead,
+            **({"LOW": 1} if self.low else {}),
         }
 
     @property
@@ -159,7 +168,14 @@ def tiles_of(features: Sequence[int]) -> int:
 
 
 def fitted(
-    plan: Plan, dtype: str, tokens: float, features: Sequence[int], columns: int, capability: int, multiprocessors: int
+    plan: Plan,
+    dtype: str,
+    tokens: float,
+    features: Sequence[int],
+    columns: int,
+    capability: int,
+    multiprocessors: int,
+    low: Sequence[Sequence[int]] = (),
 ) -> Variant | None:
     """The kernel of `plan` that does everything in one wave and costs least, or None where there is none.
 
@@ -170,8 +186,11 @@ def fitted(
         columns: of the weights.
         capability: compute capability, as 90.
         multiprocessors: of the card.
+        low: for each float8 input, rows of each float8 weight that it is multiplied by.
     """
     if not 0 < tokens <= MOST_TOKENS or capability not in SHARED_BYTES or (plan.cluster and capability < CLUSTERS):
+        return None
+    if low and (capability < FLOAT8 or columns % 16):
         return None
     whole, of_block = SHARED_BYTES[capability]
     room = min(of_block, whole // plan.fitting - SYSTEM_BYTES)
@@ -179,8 +198,8 @@ def fitted(
     found = []
     for splits, row_warps in itertools.product(plan.splits, (1, 2, 4)):
         groups = groups_at_once(plan, splits, multiprocessors)
-        tiles = -(-tiles_of(features) // max(groups * row_warps, 1))
-        variant = Variant(plan, dtype, padded, row_warps, tiles, splits)
+        tiles = _tiles_of_warp([tiles_of(rows) for rows in (features, *low)], groups, row_warps)
+        variant = Variant(plan, dtype, padded, row_warps, tiles, splits, low=bool(low))
         if groups and tiles and _is_possible(variant, columns, room):
             found.append(variant)
     if not found:
@@ -192,9 +211,21 @@ def fitted(
     return dataclasses.replace(best, stages=stages, ahead=max(ahead, stages - 1))
 
 
+def _tiles_of_warp(parts: Sequence[int], groups: int, row_warps: int) -> int:
+    """The fewest with which `groups` groups have all tiles; 0 if none do. A group has tiles of one part only."""
+    if groups < len(parts):
+        return 0
+    tiles = -(-sum(parts) // (groups * row_warps))
+    while sum(-(-part // (tiles * row_warps)) for part in parts) > groups:
+        tiles += 1
+    return tiles
+
+
 def _is_possible(variant: Variant, columns: int, room: int) -> bool:
     plan = variant.plan
     registers = variant.tiles * variant.tokens // 2  # that a thread sums in
+    if variant.low:
+        registers += variant.tokens // 4  # tokens are held twice as wide
     return (
         plan.columns % (16 * WARPS // variant.row_warps) == 0
         and -(-columns // plan.columns) >= variant.splits

@@ -2,4 +2,4 @@
 #include "instructions.cuh"
 #include "skinny.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) skinny(const __grid_constant__ Arguments a) { run(a); }
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) skinny(const __grid_constant__ Given a) { run(a); }

@@ -8,9 +8,17 @@
 //   STAGES     in shared memory               BLOCKS     that are to fit on a multiprocessor
 //   SPLITS     blocks that share the columns  CLUSTER    1: they are a cluster, 0: the last of them adds up
 //   AHEAD      stages whose weights are brought into L2 before the launch before has ended
+//   LOW        1: some of the weights are float8 (e4m3), each with a float8 input and scales; not defined: none
+//
+// A float8 matrix is one of pairs: [R, K] has K / 2 columns of two bytes, which are copied like all others. A group of
+// rows has one input, so it has pairs or numbers. Two halves of a register become two pairs of float16, which are exact.
 //
 // The names of instructions (`copy`, `load_four`, ...) are those of instructions.cuh, or of an emulation of it.
 #pragma once
+
+#ifndef LOW
+#define LOW 0
+#endif
 
 constexpr int MOST_LINEARS = 8;
 constexpr int BLOCK_TILES = ROW_WARPS * TILES, ROWS = 16 * BLOCK_TILES, THREADS = 32 * ROW_WARPS * COLUMN_WARPS;
@@ -49,6 +57,26 @@ struct Arguments {
     int padding;
 };
 
+// Of a linear with float8 numbers, what it has besides.
+struct Low {
+    const TYPE* x;          // [tokens, K / 2], pairs; null where the linear is of TYPE and reads the common input
+    i64 x_stride;           // pairs from a token to the next
+    const float* of_token;  // scale of the input
+    const float* of_row;    // scale of the weight
+    int token_stride;       // 1: one for each token, 0: one for all
+    int row_stride;         // 1: one for each row of the weight, 0: one for all
+};
+
+struct MixedArguments : Arguments {
+    Low lows[MOST_LINEARS];  // where the input is another than in the linear before, `first_tile` begins a group
+};
+
+#if LOW
+using Given = MixedArguments;
+#else
+using Given = Arguments;
+#endif
+
 // The linear that tile `tile` belongs to.
 __device__ __forceinline__ int linear_of(const Arguments& a, int tile) {
     int found = 0;
@@ -71,13 +99,32 @@ __device__ __forceinline__ Row row_of(const Arguments& a, int group, int row) {
     return {of.weight + (exists ? in_linear * of.weight_stride : 0), exists};
 }
 
+// What a group of rows is multiplied by, and how many columns of two bytes that has.
+#if LOW
+struct Input {
+    const TYPE* x;
+    i64 x_stride;
+    int columns;
+    bool of_pairs;
+};
+
+__device__ __forceinline__ Input input_of(const Given& a, int group) {
+    const Low& low = a.lows[linear_of(a, group * BLOCK_TILES)];
+    if (low.x != nullptr) return {low.x, low.x_stride, a.columns / 2, true};
+    return {a.x, a.x_stride, a.columns, false};
+}
+#else
+using Input = Arguments;  // read where it is: copies would take registers
+__device__ __forceinline__ const Input& input_of(const Given& a, int) { return a; }
+#endif
+
 // Brings the first weights of a block into L2, the first stage first.
-__device__ __forceinline__ void bring_ahead(const Arguments& a, int group, int first, int end) {
+__device__ __forceinline__ void bring_ahead(const Arguments& a, const Input& in, int group, int first, int end) {
     const int stages = min(AHEAD, end - first);
     for (int i = threadIdx.x; i < stages * ROWS; i += THREADS) {
         const int column = (first + i / ROWS) * COLUMNS;
         const Row row = row_of(a, group, i % ROWS);
-        if (row.exists) bring_near(row.at + column, 2 * min(COLUMNS, a.columns - column));
+        if (row.exists) bring_near(row.at + column, 2 * min(COLUMNS, in.columns - column));
     }
 }
 
@@ -90,7 +137,7 @@ struct Copies {
     u32 to;
 };
 
-__device__ __forceinline__ Copies copies_of(const Arguments& a, int group) {
+__device__ __forceinline__ Copies copies_of(const Arguments& a, const Input& in, int group) {
     Copies c;
     c.row = threadIdx.x / CHUNKS, c.chunk = threadIdx.x % CHUNKS;
     c.live = 0;
@@ -100,15 +147,15 @@ __device__ __forceinline__ Copies copies_of(const Arguments& a, int group) {
         c.weight[i] = row.at;
         c.live |= (u32)row.exists << i;
     }
-    c.token = a.x + c.row * a.x_stride;
+    c.token = in.x + c.row * in.x_stride;
     c.to = address_of(shared_memory()) + c.row * ROW_BYTES + (c.chunk ^ c.row % 8) * 16;
     return c;
 }
 
 // Starts the copies of one stage into `slot`.
-__device__ __forceinline__ void bring(const Arguments& a, const Copies& c, int stage, int slot) {
+__device__ __forceinline__ void bring(const Arguments& a, const Input& in, const Copies& c, int stage, int slot) {
     const int column = stage * COLUMNS + c.chunk * 8;
-    const bool inside = column < a.columns;
+    const bool inside = column < in.columns;
     const int from = inside ? column : 0;  // nothing is read where it is not inside, and the address is one that exists
     const u32 to = c.to + slot * STAGE_BYTES;
 #pragma unroll
@@ -120,9 +167,23 @@ __device__ __forceinline__ void bring(const Arguments& a, const Copies& c, int s
     for (int i = 0; i < TOKEN_COPIES; i++) {
         const int token = c.row + i * ROWS_AT_ONCE;
         const bool exists = token < a.tokens;
-        const TYPE* at = exists ? c.token + i * ROWS_AT_ONCE * a.x_stride : a.x;
+        const TYPE* at = exists ? c.token + i * ROWS_AT_ONCE * in.x_stride : in.x;
         if (TOKENS % ROWS_AT_ONCE == 0 || token < TOKENS)
             copy(to + (ROWS + i * ROWS_AT_ONCE) * ROW_BYTES, at + from, inside && exists ? 16 : 0);
+    }
+}
+
+// Two chunks of all tokens; `from` is what this lane reads of the first 8 or 16.
+__device__ __forceinline__ void load_tokens(u32 from, u32 (*b)[2]) {
+    if constexpr (TOKENS == 8) {
+        load_two(from, b[0]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < TOKENS / 16; i++) {
+            u32 both[4];
+            load_four(from + i * 16 * ROW_BYTES, both);
+            b[2 * i][0] = both[0], b[2 * i][1] = both[1], b[2 * i + 1][0] = both[2], b[2 * i + 1][1] = both[3];
+        }
     }
 }
 
@@ -136,16 +197,7 @@ __device__ __forceinline__ void multiply_stage(u32 stage, int row_warp, int colu
         const int chunk = 2 * (column_warp * STEPS + step);
         const u32 token_chunk = ((chunk + matrix % 2) ^ row) * 16, weight_chunk = ((chunk + matrix / 2) ^ row) * 16;
         u32 b[TOKENS / 8][2];
-        if constexpr (TOKENS == 8) {
-            load_two(tokens + token_chunk, b[0]);
-        } else {
-#pragma unroll
-            for (int i = 0; i < TOKENS / 16; i++) {
-                u32 both[4];
-                load_four(tokens + i * 16 * ROW_BYTES + token_chunk, both);
-                b[2 * i][0] = both[0], b[2 * i][1] = both[1], b[2 * i + 1][0] = both[2], b[2 * i + 1][1] = both[3];
-            }
-        }
+        load_tokens(tokens + token_chunk, b);
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++) {
             u32 of_weight[4];
@@ -154,6 +206,62 @@ __device__ __forceinline__ void multiply_stage(u32 stage, int row_warp, int colu
             for (int i = 0; i < TOKENS / 8; i++) multiply_add(sums[tile][i], of_weight, b[i], TYPE());
         }
     }
+}
+
+#if LOW
+// The same for pairs. A lane has four float8 numbers in a register, columns 4q to 4q + 3 of a chunk of 16. The first two
+// serve as columns 2q and 2q + 1 of a product, the others as 2q + 8 and 2q + 9: the same change of order on both sides.
+__device__ __forceinline__ void multiply_pairs(u32 stage, int row_warp, int column_warp, float (*sums)[TOKENS / 8][4]) {
+    const int lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
+    const u32 weights = stage + (row_warp * TILES * 16 + matrix % 2 * 8 + row) * ROW_BYTES;
+    const u32 tokens = stage + (ROWS + (TOKENS == 8 ? 0 : matrix / 2 * 8) + row) * ROW_BYTES;
+#pragma unroll
+    for (int step = 0; step < STEPS; step++) {
+        const int chunk = 2 * (column_warp * STEPS + step);
+        const u32 token_chunk = ((chunk + matrix % 2) ^ row) * 16, weight_chunk = ((chunk + matrix / 2) ^ row) * 16;
+        u32 pairs[TOKENS / 8][2], b[TOKENS / 8][2][2];  // [.][chunk][.]
+        load_tokens(tokens + token_chunk, pairs);
+#pragma unroll
+        for (int i = 0; i < TOKENS / 8; i++) {
+            widen(pairs[i][0], b[i][0][0], b[i][0][1]);
+            widen(pairs[i][1], b[i][1][0], b[i][1][1]);
+        }
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++) {
+            u32 of_weight[4], first[4], second[4];  // rows and rows + 8 of the first chunk, of the second
+            load_four(weights + tile * 16 * ROW_BYTES + weight_chunk, of_weight);
+            widen(of_weight[0], first[0], first[2]);
+            widen(of_weight[1], first[1], first[3]);
+            widen(of_weight[2], second[0], second[2]);
+            widen(of_weight[3], second[1], second[3]);
+#pragma unroll
+            for (int i = 0; i < TOKENS / 8; i++) {
+                multiply_add(sums[tile][i], first, b[i][0], f16());
+                multiply_add(sums[tile][i], second, b[i][1], f16());
+            }
+        }
+    }
+}
+
+// Brings near what `scaled` will read.
+__device__ __forceinline__ void bring_scales(const Given& a, int group) {
+    const int tile = group * BLOCK_TILES + threadIdx.x;
+    if (threadIdx.x < BLOCK_TILES && tile < a.tiles) {
+        const int linear = linear_of(a, tile), before = (tile - a.linears[linear].first_tile) * 16;
+        if (before < a.linears[linear].rows) bring_line(a.lows[linear].of_row + before * a.lows[linear].row_stride);
+    }
+    const Low& low = a.lows[linear_of(a, group * BLOCK_TILES)];
+    if (32 * threadIdx.x < a.tokens) bring_line(low.of_token + 32 * threadIdx.x * low.token_stride);
+}
+#endif
+
+// The sum of a token and a row of linear `linear` times its scales.
+__device__ __forceinline__ float scaled(const Given& a, int linear, int token, int row, float sum) {
+#if LOW
+    const Low& low = a.lows[linear];
+    if (low.x != nullptr) return sum * low.of_token[token * low.token_stride] * low.of_row[row * low.row_stride];
+#endif
+    return sum;
 }
 
 // The sums of a warp to shared memory, [COLUMN_WARPS, TOKENS, PITCH].
@@ -204,18 +312,19 @@ struct OfPartials {
 
 // Writes part `part` of `PARTS` of what the group computes.
 template <int PARTS, class Sums>
-__device__ __forceinline__ void write(const Arguments& a, int group, int part, const Sums& sums) {
+__device__ __forceinline__ void write(const Given& a, int group, int part, const Sums& sums) {
     constexpr bool BY_TILE = BLOCK_TILES % PARTS == 0;
     constexpr int TILE_STEP = BY_TILE ? PARTS : 1, THREAD_STEP = BY_TILE ? THREADS : PARTS * THREADS;
     for (int i = BY_TILE ? part : 0; i < BLOCK_TILES; i += TILE_STEP) {
         const int tile = group * BLOCK_TILES + i;
         if (tile >= a.tiles) return;
-        const Linear& of = a.linears[linear_of(a, tile)];
+        const int linear = linear_of(a, tile);
+        const Linear& of = a.linears[linear];
         const int before = (tile - of.first_tile) * 16, rows = min(16, of.rows - before);
         for (int j = (BY_TILE ? 0 : part * THREADS) + threadIdx.x; j < a.tokens * 16; j += THREAD_STEP) {
             const int token = j / 16, row = j % 16;
             if (row >= rows) continue;
-            float sum = sums(token, i * 16 + row);
+            float sum = scaled(a, linear, token, before + row, sums(token, i * 16 + row));
             if (of.bias != nullptr) sum += number(of.bias[before + row]);
             const i64 at = token * of.out_stride + before + row;
             if (of.wide) static_cast<float*>(of.out)[at] = sum;
@@ -225,7 +334,7 @@ __device__ __forceinline__ void write(const Arguments& a, int group, int part, c
 }
 
 // Adds up what the blocks of a group have, always in the same order, and writes it.
-__device__ __forceinline__ void finish(const Arguments& a, int group, int split, float* shared) {
+__device__ __forceinline__ void finish(const Given& a, int group, int split, float* shared) {
     const int count = a.tokens * ROWS;
     if constexpr (SPLITS == 1) {
         write<1>(a, group, 0, OfWarps{shared});
@@ -250,29 +359,37 @@ __device__ __forceinline__ void finish(const Arguments& a, int group, int split,
 }
 
 // Block b has rows of group b / SPLITS, and of the columns the part b % SPLITS.
-__device__ __forceinline__ void run(const Arguments& a) {
+__device__ __forceinline__ void run(const Given& a) {
     const int group = blockIdx.x / SPLITS, split = blockIdx.x % SPLITS;
     const int warp = threadIdx.x / 32, row_warp = warp % ROW_WARPS, column_warp = warp / ROW_WARPS;
-    const int stages = (a.columns + COLUMNS - 1) / COLUMNS;
+    const Input& in = input_of(a, group);
+    const int stages = (in.columns + COLUMNS - 1) / COLUMNS;
     const int first = stages * split / SPLITS, end = stages * (split + 1) / SPLITS;
-    bring_ahead(a, group, first, end);
-    const Copies c = copies_of(a, group);
+    bring_ahead(a, in, group, first, end);
+    const Copies c = copies_of(a, in, group);
     wait_for_inputs();
 
 #pragma unroll
     for (int i = 0; i < STAGES - 1; i++) {
-        if (first + i < end) bring(a, c, first + i, i);
+        if (first + i < end) bring(a, in, c, first + i, i);
         commit();
     }
+#if LOW
+    if (in.of_pairs) bring_scales(a, group);
+#endif
     float sums[TILES][TOKENS / 8][4] = {};
     const u32 memory = address_of(shared_memory());
     for (int stage = first, slot = 0; stage < end; stage++) {
         wait_for_copies<STAGES - 2>();
         __syncthreads();  // this stage is there for all, and all are done with the one before
         const int next = stage + STAGES - 1, free = slot == 0 ? STAGES - 1 : slot - 1;
-        if (next < end) bring(a, c, next, free);
+        if (next < end) bring(a, in, c, next, free);
         commit();
-        multiply_stage(memory + slot * STAGE_BYTES, row_warp, column_warp, sums);
+#if LOW
+        if (in.of_pairs) multiply_pairs(memory + slot * STAGE_BYTES, row_warp, column_warp, sums);
+        else
+#endif
+            multiply_stage(memory + slot * STAGE_BYTES, row_warp, column_warp, sums);
         slot = slot == STAGES - 1 ? 0 : slot + 1;
     }
     wait_for_copies<0>();

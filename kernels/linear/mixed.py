@@ -1,0 +1,189 @@
+"""What `dsv4::mixed_linear` does in a call: `grouped.py` for a group that has float8 weights besides.
+
+The weights of the group are those of `dsv4::grouped_linear`, then the float8 ones: so the ways, their measurement and
+what is remembered are the same.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dsv4_compile.kernels.linear import grouped, products, strategies, tuning
+from dsv4_compile.kernels.linear.products import Scaled
+from dsv4_compile.kernels.linear.strategies import Low
+from dsv4_compile.kernels.linear.tuning import LIMITS
+
+__all__ = ["composed", "fake", "run", "run_as"]
+
+
+def run(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor | None],
+    streams: list[int],
+    inputs: list[Tensor],
+    low_weights: list[Tensor],
+    low_biases: list[Tensor | None],
+    input_scales: list[Tensor],
+    weight_scales: list[Tensor],
+    dtype: torch.dtype,
+    fast: bool = False,
+    max_tokens: int = 1024,
+    pack: bool = True,
+    wide: Sequence[bool] = (),
+) -> list[Tensor]:
+    """The operator, see `operators.mixed_linear`."""
+    scaled = _scaled(inputs, input_scales, weight_scales, dtype, fast)
+    every, all_biases = [*weights, *low_weights], [*biases, *low_biases]
+    _check(x, weights, biases, streams, scaled, low_weights, low_biases)
+    group, rows, lows = grouped.known_as(every), products.rows_of(x), _lows(scaled)
+    tokens = rows.shape[0]
+    key = (
+        bisect_left(LIMITS, tokens), tokens <= max_tokens, rows.dtype, rows.is_contiguous(), pack, *streams, None,
+        *(bias is None for bias in all_biases), lows, *wide,
+    )  # fmt: skip
+    plan = group.plans.get(key)
+    if plan is None:
+        index = rows.device.index if rows.is_cuda else None
+        products.check_wide(weights, wide)
+        problem = group.problem(rows, all_biases, streams, pack, lows, tuple(wide))
+        name, problem, settled = tuning.strategy(problem, tokens, max_tokens, index)
+        plan = strategies.plan_of(name, problem)
+        if settled:
+            group.plans[key] = plan
+    return grouped.run_plan(plan, plan.operands(every), x, rows, every, all_biases, scaled)
+
+
+def run_as(
+    name: str,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    streams: Sequence[int],
+    scaled: Sequence[Scaled],
+    wide: Sequence[bool] = (),
+) -> list[Tensor]:
+    """The operator with the way `name` of `strategies.STRATEGIES`, the float8 weights last. For measurements and tests.
+
+    Raises:
+        RuntimeError: the weights do not lie as the way needs them to.
+    """
+    rows = products.rows_of(x)
+    problem = grouped.Group(weights).problem(rows, biases, streams, True, _lows(scaled), tuple(wide))
+    if strategies.STRATEGIES[name].gather is not None and not problem.aligned:
+        raise RuntimeError(f"{name} needs weights of which every row is contiguous and begins at 16 bytes.")
+    plan = strategies.plan_of(name, problem)
+    return grouped.run_plan(plan, plan.operands(weights), x, rows, weights, biases, scaled)
+
+
+def fake(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor | None],
+    streams: list[int],
+    inputs: list[Tensor],
+    low_weights: list[Tensor],
+    low_biases: list[Tensor | None],
+    input_scales: list[Tensor],
+    weight_scales: list[Tensor],
+    dtype: torch.dtype,
+    fast: bool = False,
+    max_tokens: int = 1024,
+    pack: bool = True,
+    wide: Sequence[bool] = (),
+) -> list[Tensor]:
+    """Outputs without values."""
+    scaled = _scaled(inputs, input_scales, weight_scales, dtype, fast)
+    _check(x, weights, biases, streams, scaled, low_weights, low_biases)
+    plain = grouped.fake(x, weights, biases, streams[: len(weights)], wide=wide)
+    return plain + [x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype) for weight in low_weights]
+
+
+def composed(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor | None],
+    streams: list[int],
+    inputs: list[Tensor],
+    low_weights: list[Tensor],
+    low_biases: list[Tensor | None],
+    input_scales: list[Tensor],
+    weight_scales: list[Tensor],
+    dtype: torch.dtype,
+    fast: bool = False,
+    max_tokens: int = 1024,
+    pack: bool = True,
+    wide: Sequence[bool] = (),
+) -> list[Tensor]:
+    """Outputs of which those of the float8 weights have no gradients."""
+    scaled = _scaled(inputs, input_scales, weight_scales, dtype, fast)
+    _check(x, weights, biases, streams, scaled, low_weights, low_biases)
+    plain = grouped.composed(x, weights, biases, streams[: len(weights)], wide=wide)
+    low = []
+    with torch.no_grad():
+        for given, weight, bias in zip(scaled, low_weights, low_biases, strict=True):
+            out = x.new_empty((given.rows.shape[0], weight.shape[0]), dtype=given.dtype)
+            made = products.multiply_scaled(given, weight.t(), bias, out)
+            low.append(made.view(*x.shape[:-1], weight.shape[0]))
+    return plain + low
+
+
+def _scaled(
+    inputs: Sequence[Tensor],
+    input_scales: Sequence[Tensor],
+    weight_scales: Sequence[Tensor],
+    dtype: torch.dtype,
+    fast: bool,
+) -> list[Scaled]:
+    if not len(inputs) == len(input_scales) == len(weight_scales):
+        raise RuntimeError(
+            f"Each of the {len(inputs)} float8 inputs needs a scale, and so does its weight, and there were "
+            f"{len(input_scales)} and {len(weight_scales)} scales."
+        )
+    plain: dict[int, Tensor] = {}
+    found = []
+    for rows, of_rows, of_weight in zip(inputs, input_scales, weight_scales, strict=True):
+        if rows.dim() == 2 and rows.stride(1) != 1:
+            rows = plain.setdefault(id(rows), rows.contiguous())
+        found.append(Scaled(rows, _side_by_side(of_rows), _side_by_side(of_weight), dtype, fast))
+    return found
+
+
+def _side_by_side(scale: Tensor) -> Tensor:
+    """The same numbers, with the strides that `torch._scaled_mm` asks for also along an axis of length 1."""
+    return scale.reshape(-1).view(scale.shape) if scale.dim() == 2 else scale
+
+
+def _lows(scaled: Sequence[Scaled]) -> tuple[Low, ...]:
+    numbers: dict[tuple[int, int], int] = {}
+    found = []
+    for given in scaled:
+        number = numbers.setdefault((given.rows.data_ptr(), given.rows.stride(0)), len(numbers))
+        by_row = given.of_rows.numel() > 1 or given.of_weight.numel() > 1
+        found.append(Low(given.dtype, by_row, number, given.fast))
+    return tuple(found)
+
+
+def _check(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    streams: Sequence[int],
+    scaled: Sequence[Scaled],
+    low_weights: Sequence[Tensor],
+    low_biases: Sequence[Tensor | None],
+) -> None:
+    """Raises RuntimeError where the lists differ in length or a shape or dtype does not fit."""
+    products.check(x, weights, biases)
+    products.check_streams([*weights, *low_weights], streams)
+    if not len(scaled) == len(low_weights) == len(low_biases):
+        raise RuntimeError(
+            f"A float8 layer needs an input, a weight, and a bias or None, and there were {len(scaled)} inputs, "
+            f"{len(low_weights)} weights and {len(low_biases)} biases."
+        )
+    for given, weight, bias in zip(scaled, low_weights, low_biases, strict=True):
+        products.check_scaled(x, given, weight, bias)

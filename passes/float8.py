@@ -1,0 +1,279 @@
+"""float8 products beside the linears of a group: `torch._scaled_mm` of what their activation was quantised to.
+
+        x ──┬──► mm(W_0)                                x ──┬──► quantise ──┐
+            ├──► mm(W_1)                        ──►         └───────────► dsv4.mixed_linear(x, [W_0, W_1], x8, [V_0])
+            └──► quantise ──► _scaled_mm(V_0)
+
+How x is quantised does not matter: the nodes between are moved in front of the group as they are.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from dsv4_compile.passes.emission import call, reshape_rows
+from dsv4_compile.passes.region import are, aten, count, leaf_of, packet, shape, value
+from dsv4_compile.passes.sites import module_path
+from dsv4_compile.passes.storages import arguments
+from dsv4_compile.passes.verify import confinement
+
+__all__ = ["ScaledProduct", "apart", "beside", "emit", "hoist", "is_scaled", "lost", "parse"]
+
+FLOAT8 = torch.float8_e4m3fn
+_MOST_STEPS = 64
+"""Nodes between an activation and what it was quantised to, at most."""
+_PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten._scaled_mm}
+
+
+@dataclass(frozen=True)
+class ScaledProduct:
+    """`dtype`: of the result. `turned`: the weight is stored as `[M, K]`, `weight` is that."""
+
+    node: Node
+    input: Node
+    weight: Node
+    turned: bool
+    bias: Node | None
+    input_scale: Node
+    weight_scale: Node
+    fast: bool
+
+    @property
+    def features(self) -> int:
+        return int((shape(self.node) or (0,))[-1])
+
+    @property
+    def columns(self) -> int:
+        return int((shape(self.input) or (0,))[-1])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return value(self.node).dtype
+
+    @property
+    def owner(self) -> str:
+        """Path of the module that owns the product."""
+        return module_path(self.node).rpartition(".")[0]
+
+    @property
+    def operands(self) -> tuple[Node, ...]:
+        """All nodes that it reads."""
+        bias = () if self.bias is None else (self.bias,)
+        return (self.input, self.weight, self.input_scale, self.weight_scale, *bias)
+
+    def as_weight(self, graph: Graph) -> Node:
+        """The weight as `[M, K]`, at the insertion point."""
+        return self.weight if self.turned else call(graph, aten.permute.default, (self.weight, [1, 0]))
+
+    def put(self, graph: Graph, output: Node) -> Node:
+        """Lets `output` `[..., M]` stand for the product; returns what does so."""
+        with graph.inserting_before(self.node):
+            made = reshape_rows(graph, output, shape(self.node) or ())
+        self.node.replace_all_uses_with(made)
+        graph.erase_node(self.node)
+        return made
+
+
+def is_scaled(node: Node) -> bool:
+    """Whether it is a float8 product of torch's."""
+    return packet(node) is aten._scaled_mm
+
+
+def parse(node: Node) -> ScaledProduct | str:
+    """The product, or why it is left alone, as the end of a sentence."""
+    given = arguments(node)
+    rows, weight = given["self"], given["mat2"]
+    scales = given["scale_a"], given["scale_b"]
+    bias, dtype = given.get("bias"), value(node).dtype
+    inner, features = shape(weight) or (None, None)
+    if {value(rows).dtype, value(weight).dtype} != {FLOAT8}:
+        return f"its operands are {_brief(value(rows).dtype)} and {_brief(value(weight).dtype)}"
+    if leaf_of(weight) is None or not isinstance(inner, int) or not isinstance(features, int):
+        return "its weight is computed, not a parameter"
+    if value(weight).stride() != (1, inner):
+        return "its weight is not stored by columns"
+    if given.get("scale_result") is not None:
+        return "its result is scaled"
+    if not _are_scales(scales, features):
+        return "its scales are by blocks, and one launch would have to add up block by block"
+    if bias is not None and (
+        leaf_of(bias) is None or value(bias).dtype != dtype or not are(shape(bias) or (), (features,))
+    ):
+        return "its bias is computed or of another dtype"
+    turned = packet(weight) in (aten.permute, aten.t, aten.transpose)
+    stored = weight.args[0] if turned else weight
+    return ScaledProduct(node, rows, stored, turned, bias, *scales, bool(given.get("use_fast_accum")))
+
+
+def _are_scales(scales: tuple[Node, Node], features: int) -> bool:
+    """Whether they are one number each, or one for each row of the input and each of the weight."""
+    of_rows, of_weight = (shape(scale) or () for scale in scales)
+    if any(value(scale).dtype != torch.float32 for scale in scales):
+        return False
+    if count(of_rows) == count(of_weight) == 1:
+        return True
+    return len(of_rows) == 2 and are(of_rows[1:], (1,)) and are(of_weight, (1, features))
+
+
+def beside(
+    graph: Graph, groups: Mapping[Node, Sequence[Node]]
+) -> tuple[dict[Node, list[ScaledProduct]], list[tuple[Node, str]]]:
+    """The float8 products of each activation, and those that are left alone, with the reason.
+
+    Args:
+        groups: for each activation the products that read it itself.
+    """
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    found: dict[Node, list[ScaledProduct]] = {}
+    refused = []
+    for node in filter(is_scaled, graph.nodes):
+        x = _activation(node.args[0], groups)
+        if x is None:
+            continue
+        product = parse(node)
+        reason = product if isinstance(product, str) else _obstacle(product, x, groups[x], found.get(x, []), order)
+        if isinstance(product, ScaledProduct) and reason is None:
+            found.setdefault(x, []).append(product)
+        else:
+            refused.append((node, f"a quantised product (_scaled_mm) keeps its own kernel: {reason}"))
+    return found, refused
+
+
+def _activation(quantised: Node, known: Collection[Node]) -> Node | None:
+    """The nearest of `known` that `quantised` is made from, without a product between."""
+    rest, seen = deque([quantised]), {quantised}
+    while rest and len(seen) < _MOST_STEPS:
+        node = rest.popleft()
+        if node in known:
+            return node
+        if packet(node) in _PRODUCTS:
+            continue
+        for parent in node.all_input_nodes:
+            if parent not in seen:
+                seen.add(parent)
+                rest.append(parent)
+    return None
+
+
+def _obstacle(
+    product: ScaledProduct,
+    x: Node,
+    linears: Sequence[Node],
+    others: Sequence[ScaledProduct],
+    order: Mapping[Node, int],
+) -> str | None:
+    """Why `product` cannot run with the products `linears` and `others` of the activation `x`, or None."""
+    if leaf_of(product.weight, {x}) is None:
+        return "its weight is computed, not a parameter"
+    own, of_x = shape(product.input) or (), shape(x) or ()
+    if str(own[-1]) != str(of_x[-1]) or str(own[0]) != str(math.prod(of_x[:-1])):
+        return "its input has other rows than the activation"
+    if others and others[0].dtype != product.dtype:
+        return "its result has another dtype than the first"
+    between = _between([*product.operands, *(o for other in others for o in other.operands)], order[x], order)
+    members = {*linears, product.node, *(other.node for other in others)}
+    if members & between:
+        return "its input depends on another product of the activation"
+    first = min(map(order.__getitem__, members))
+    late = [node for node in between if order[node] > first]
+    last = max(map(order.__getitem__, late), default=first)
+    for node, position in order.items():
+        if first < position < last and _writes(node):
+            return f"{node.name} writes between the first of them and what it reads"
+    for node in late:
+        if reason := _immovable(node):
+            return f"its input is made by {node.name}, which {reason}"
+    return None
+
+
+def _between(nodes: Iterable[Node], since: int, order: Mapping[Node, int]) -> set[Node]:
+    """`nodes` and all that they are made from, as far as it comes after position `since`."""
+    rest, found = list(nodes), set()
+    while rest:
+        node = rest.pop()
+        if node not in found and order[node] > since:
+            found.add(node)
+            rest += node.all_input_nodes
+    return found
+
+
+def _writes(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _immovable(node: Node) -> str:
+    """Why a node must stay where it is; empty when it need not."""
+    if node.op in ("placeholder", "get_attr"):
+        return ""
+    if _writes(node):
+        return "writes"
+    plain = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
+    return confinement(node.target) if plain else "is no operator of torch's kind"
+
+
+def hoist(graph: Graph, first: Node, products: Sequence[ScaledProduct]) -> None:
+    """Moves what `products` read in front of `first`."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    needed = _between([operand for product in products for operand in product.operands], order[first], order)
+    for node in sorted(needed, key=order.__getitem__):
+        if node.op not in ("placeholder", "get_attr"):
+            first.prepend(node)
+
+
+def apart(products: Sequence[ScaledProduct], others: Iterable[torch.dtype]) -> str:
+    """Why no launch has `products` and weights of the dtypes `others`, as the end of a sentence; empty if one may."""
+    first = next((dtype for dtype in others if dtype in (torch.bfloat16, torch.float16)), None)
+    dtype = products[0].dtype
+    if first is None:
+        return ", apart from the others, of which none is bfloat16 or float16"
+    if dtype != first and (dtype != torch.float32 or any(product.bias is not None for product in products)):
+        return f", apart from the others, because their results are {_brief(dtype)}"
+    return (
+        "" if products[0].columns % 16 == 0 else ", apart from the others, because their columns are no multiple of 16"
+    )
+
+
+def lost(graph: Graph, products: Sequence[ScaledProduct], linears: Sequence[Node]) -> str | None:
+    """Why what `products` read cannot be made before all of them, now that other groups are rewritten; or None."""
+    if not products:
+        return None
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    members = {*linears, *(product.node for product in products)}
+    operands = [operand for product in products for operand in product.operands]
+    if members & _between(operands, min(map(order.__getitem__, members)), order):
+        return "its input depends on a group that depends on this one"
+    return None
+
+
+def emit(
+    graph: Graph, products: Sequence[ScaledProduct], plain: tuple[Any, ...], rest: tuple[Any, ...], like: Node
+) -> Node:
+    """A call of `mixed_linear` at the insertion point.
+
+    Args:
+        plain: its arguments up to `streams`.
+        rest: its arguments after `fast`.
+        like: whose origin it gets.
+    """
+    low = (
+        [product.input for product in products],
+        [product.as_weight(graph) for product in products],
+        [product.bias for product in products],
+        [product.input_scale for product in products],
+        [product.weight_scale for product in products],
+        products[0].dtype,
+        all(product.fast for product in products),
+    )
+    return call(graph, torch.ops.dsv4.mixed_linear.default, (*plain, *low, *rest), like=like)
+
+
+def _brief(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

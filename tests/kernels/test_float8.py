@@ -1,0 +1,609 @@
+"""float8 weights beside others: what is served, `dsv4::mixed_linear`, what the compiler says, and numbers on a card.
+
+`test_float8_emulated.py` runs the kernel itself, on a CPU; `passes/test_float8.py` finds the layers in a model.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4_compile.kernels import linear, streams
+from dsv4_compile.kernels.linear import mixed, packing, products, skinny, strategies, timing, tuning
+from dsv4_compile.kernels.linear.products import FLOAT8, Scaled
+from dsv4_compile.kernels.linear.skinny import arguments
+from dsv4_compile.kernels.linear.skinny.plans import MOST_LINEARS, PLANS, TOKENS, WARPS, Plan, Variant, fitted
+from dsv4_compile.kernels.linear.strategies import Card, Low, Problem
+from tests.kernels.test_skinny import HOPPER, SKINNY, compiled_by_nvcc
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+REST, QUERY_AND_KEY = (1024, 1024, 256, 256, 64), (1024, 512)
+LOW = (Low(BF16, False, 0, False),) * 2
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(skinny, "_broken", [])
+    tuning.forget()
+    yield
+    tuning.forget()
+
+
+def problem(**changes: Any) -> Problem:
+    of_flash = Problem(
+        HOPPER,
+        4096,
+        (*REST, *QUERY_AND_KEY),
+        (BF16,) * 5 + (FLOAT8,) * 2,
+        (False,) * 7,
+        tuple((i,) for i in range(7)),
+        (0, 0, 1, 1, 2, 3, 3),
+        BF16,
+        True,
+        scaled=LOW,
+    )
+    return dataclasses.replace(of_flash, **changes)
+
+
+# ------------------------------------------------------------------------------------------------------------ the ways
+
+
+def products_of(name: str, of: Problem) -> list[list[tuple[tuple[int, ...], bool]]]:
+    return [[(p.members, p.gathered) for p in slot] for slot in strategies.plan_of(name, of).slots]
+
+
+def test_float8_weights_join_the_launch_of_the_others() -> None:
+    assert products_of("skinny: whole", problem()) == [[((0, 1, 2, 3, 4, 5, 6), True)]]
+    assert strategies.plan_of("skinny: whole", problem()).outputs == ((BF16, 2624), (BF16, 1024), (BF16, 512))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"card": Card("NVIDIA A100", 108, 80)},
+        {"columns": 4104},
+        {"scaled": (Low(F16, False, 0, False),) * 2},
+        {"scaled": (Low(F32, False, 0, False),) * 2, "biased": (False,) * 5 + (True,) * 2},
+    ],
+    ids=["card", "columns", "dtype", "wide with a bias"],
+)
+def test_elsewhere_float8_weights_are_products_of_torchs_beside_the_launch(changes: dict[str, Any]) -> None:
+    assert products_of("skinny: whole", problem(**changes)) == [[((0, 1, 2, 3, 4), True), ((5,), False), ((6,), False)]]
+
+
+def test_other_ways_have_a_product_for_each_float8_weight() -> None:
+    runs = ((0, 1, 2, 3, 4), (5,), (6,))
+    of = problem(runs=runs)
+    assert products_of("serial", of) == [[((i,), False) for i in range(7)]]
+    assert products_of("pack", of) == [[((0, 1, 2, 3, 4), False), ((5,), False), ((6,), False)]]
+    assert [[members for members, _ in slot] for slot in products_of("pack+streams", of)] == [
+        [runs[0]],
+        [(5,)],
+        [(6,)],
+        [],
+    ]
+    assert [sorted(m for m, _ in slot) for slot in products_of("streams", of)] == [
+        [(0,), (1,)],
+        [(2,), (3,)],
+        [(4,)],
+        [(5,), (6,)],
+    ]
+
+
+def test_served_where_one_launch_has_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(skinny, "_bindings_missing", lambda: None)
+
+    def served(of: Problem, tokens: float = 8) -> set[str]:
+        return {name for name in strategies.legal(of, tokens) if name in SKINNY}
+
+    assert served(problem()) == set(SKINNY)
+    assert served(problem(), 64) and not served(problem(), 128)
+    assert not served(problem(aligned=False))
+    nine = problem(
+        features=(64,) * 9, dtypes=(BF16,) * 7 + (FLOAT8,) * 2, biased=(False,) * 9, runs=((0,),) * 9, streams=(0,) * 9
+    )
+    assert not served(nine)
+
+
+def variants(capability: int, multiprocessors: int, tokens: Sequence[int] = TOKENS) -> list[Variant]:
+    found = [
+        fitted(plan, "bf16", count, REST, columns, capability, multiprocessors, [low])
+        for plan in PLANS.values()
+        for columns, low in ((4096, QUERY_AND_KEY), (7168, (1536, 512)))
+        for count in tokens
+    ]
+    return list(dict.fromkeys(variant for variant in found if variant is not None))
+
+
+def test_one_wave_does_all_on_an_h100() -> None:
+    weights = [torch.empty(count, 0) for count in (*REST, *QUERY_AND_KEY)]
+    x = torch.empty(1, 0, dtype=FLOAT8)
+    for plan in PLANS.values():
+        variant = fitted(plan, "bf16", 8, REST, 4096, 90, 132, [QUERY_AND_KEY])
+        assert variant is not None and variant.low
+        groups = arguments.groups_of(variant, weights, [Scaled(x, x, x, BF16)] * 2)
+        assert 100 <= groups * variant.splits <= 132 * plan.blocks
+
+
+def test_no_plan_below_compute_capability_8_9_nor_for_odd_columns() -> None:
+    plan = PLANS["whole"]
+    assert fitted(plan, "bf16", 8, REST, 4096, 80, 108, [QUERY_AND_KEY]) is None
+    assert fitted(plan, "bf16", 8, REST, 4104, 90, 132, [QUERY_AND_KEY]) is None
+    assert fitted(plan, "bf16", 8, REST, 4096, 89, 142, [QUERY_AND_KEY]) is not None
+
+
+def test_the_arguments_are_packed_as_the_kernel_reads_them() -> None:
+    text = (skinny.SOURCE.parent / "skinny.cuh").read_text()
+    members = re.sub(r"//.*", "", re.search(r"struct Low \{(.*?)\n\};", text, re.S).group(1))
+    declared = [part for part in members.split(";") if part.strip()]
+    wide = sum("*" in part or "i64" in part for part in declared)
+    assert arguments.LOWS.size == MOST_LINEARS * (8 * wide + 4 * (len(declared) - wide))
+    assert arguments.ARGUMENTS.size % 8 == 0
+
+
+def test_a_measurement_has_buffers_for_float8() -> None:
+    of = problem(
+        columns=32, features=(16,) * 7, biased=(False, True) * 3 + (True,), scaled=(LOW[0], Low(BF16, True, 1, True))
+    )
+    one = timing._sets(torch.empty(1 << 16, dtype=torch.uint8), of, 5)[0]
+    timing._fill([one])
+    first, second = one.scaled
+    assert first.rows.shape == second.rows.shape == (5, 32) and first.rows.data_ptr() != second.rows.data_ptr()
+    assert (first.of_rows.shape, second.of_rows.shape, second.of_weight.shape) == ((), (5, 1), (1, 16))
+    assert (
+        one.weights[5].dtype == FLOAT8 and one.weights[5].float().abs().max() < 2 and one.weights[5].float().std() > 0
+    )
+    assert one.biases[5].dtype == BF16 and len(one.outputs) == 3
+
+
+# -------------------------------------------------------------------------------------------------------- the operator
+
+
+def quantised(rows: int, columns: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    """A random matrix as float8 and its scale by row."""
+    whole = torch.randn(rows, columns, device=device) / columns**0.5
+    scale = whole.abs().amax(1, keepdim=True) / 448
+    return (whole / scale).to(FLOAT8), scale
+
+
+@dataclasses.dataclass
+class Case:
+    """The arguments of `mixed_linear`, and what it must be close to."""
+
+    x: Tensor
+    weights: list[Tensor]
+    biases: list[Tensor | None]
+    scaled: list[Scaled]
+    low_weights: list[Tensor]
+    low_biases: list[Tensor | None]
+
+    def arguments(self, streams: list[int]) -> tuple[Any, ...]:
+        scales = [one.of_rows for one in self.scaled], [one.of_weight for one in self.scaled]
+        low = [one.rows for one in self.scaled], self.low_weights, self.low_biases, *scales, self.scaled[0].dtype
+        return (self.x, self.weights, self.biases, streams, *low)
+
+    def every(self) -> tuple[list[Tensor], list[Tensor | None]]:
+        return [*self.weights, *self.low_weights], [*self.biases, *self.low_biases]
+
+    def exact(self) -> list[Tensor]:
+        """In float64: the others side by side, then each float8 layer."""
+        rows = self.x.reshape(-1, self.x.shape[-1]).double()
+
+        def plus(product: Tensor, bias: Tensor | None) -> Tensor:
+            return product if bias is None else product + bias.double()
+
+        plain = [plus(rows @ w.double().t(), b) for w, b in zip(self.weights, self.biases, strict=True)]
+        low = [
+            plus(s.of_rows.double() * s.of_weight.double() * (s.rows.double() @ w.double().t()), b)
+            for s, w, b in zip(self.scaled, self.low_weights, self.low_biases, strict=True)
+        ]
+        return [torch.cat(plain, -1), *low]
+
+    def torchs(self) -> list[Tensor]:
+        """The float8 layers by torch."""
+        made = []
+        for one, weight, bias in zip(self.scaled, self.low_weights, self.low_biases, strict=True):
+            out = weight.new_empty((one.rows.shape[0], weight.shape[0]), dtype=one.dtype)
+            made.append(products.multiply_scaled(one, weight.t(), bias, out))
+        return made
+
+
+def case(
+    tokens: int,
+    columns: int,
+    features: Sequence[int],
+    low: Sequence[int],
+    by_row: bool = False,
+    biased: bool = False,
+    inputs: int = 1,
+    dtype: torch.dtype = BF16,
+    device: str = "cpu",
+) -> Case:
+    x = (torch.randn(tokens, columns, device=device) / 8).to(BF16)
+    weights = [(torch.randn(count, columns, device=device) / columns**0.5).to(BF16) for count in features]
+    given = [quantised(tokens, columns, device) for _ in range(inputs)]
+    scaled, low_weights = [], []
+    for i, count in enumerate(low):
+        weight, of_weight = quantised(count, columns, device)
+        rows, of_rows = given[i % inputs]
+        scales = (of_rows, of_weight.t().contiguous()) if by_row else (of_rows.amax(), of_weight.amax())
+        scaled.append(Scaled(rows, *scales, dtype))
+        low_weights.append(weight)
+    biases = [torch.randn(count, device=device).to(BF16) if biased else None for count in (*features, *low)]
+    return Case(x, weights, biases[: len(features)], scaled, low_weights, biases[len(features) :])
+
+
+@functools.cache
+def scales_rows_on_a_cpu() -> bool:
+    """Whether this torch's `_scaled_mm` takes scales by row on a CPU; 2.11 does not."""
+    try:
+        case(3, 64, (), (16,), by_row=True).torchs()
+    except (RuntimeError, ValueError):
+        return False
+    return True
+
+
+def skip_unless_torch_scales_rows() -> None:
+    if not scales_rows_on_a_cpu():
+        pytest.skip("torch has no scales by row on a CPU")
+
+
+def assert_close(made: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
+    for one, exact in zip(made, wanted, strict=True):
+        torch.testing.assert_close(one.reshape(exact.shape).double(), exact, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_the_operator_on_a_cpu(tokens: int, biased: bool, by_row: bool) -> None:
+    if by_row:
+        skip_unless_torch_scales_rows()
+    one = case(tokens, 64, (32, 8), (16, 48), by_row, biased, inputs=2)
+    made = linear.mixed_linear(*one.arguments([0, 1, 2, 2]))
+    assert [tuple(output.shape) for output in made] == [(tokens, 40), (tokens, 16), (tokens, 48)]
+    assert_close(made, one.exact())
+    assert packing.pack(one.weights).packed
+    for name in ("serial", "streams", "pack", "pack+streams"):
+        assert_close(mixed.run_as(name, one.x, *one.every(), [0, 1, 2, 2], one.scaled), one.exact())
+
+
+def test_no_rows_and_several_axes() -> None:
+    one = case(6, 64, (32,), (16,))
+    flat = one.arguments([0, 0])
+    made = linear.mixed_linear(flat[0].view(2, 3, 64), *flat[1:])
+    assert [tuple(output.shape) for output in made] == [(2, 3, 32), (2, 3, 16)]
+    assert_close(made, one.exact())
+    empty = dataclasses.replace(
+        one, x=one.x[:0], scaled=[dataclasses.replace(one.scaled[0], rows=one.scaled[0].rows[:0])]
+    )
+    assert [tuple(output.shape) for output in linear.mixed_linear(*empty.arguments([0, 0]))] == [(0, 32), (0, 16)]
+
+
+def test_inputs_of_other_strides_are_copied_for_torch() -> None:
+    skip_unless_torch_scales_rows()
+    one = case(5, 64, (32,), (16, 16), by_row=True)
+    turned = one.scaled[0].rows.t().contiguous().t()
+    scale = torch.empty_strided((5, 1), (1, 5)).copy_(one.scaled[0].of_rows)
+    one.scaled = [dataclasses.replace(given, rows=turned, of_rows=scale) for given in one.scaled]
+    assert_close(linear.mixed_linear(*one.arguments([0, 0, 0])), one.exact())
+
+
+def wrong(one: Case, **changes: Any) -> tuple[Any, ...]:
+    names = (
+        "x",
+        "weights",
+        "biases",
+        "streams",
+        "inputs",
+        "low_weights",
+        "low_biases",
+        "of_rows",
+        "of_weight",
+        "dtype",
+    )
+    return tuple((dict(zip(names, one.arguments([0, 0]), strict=True)) | changes).values())
+
+
+def test_what_does_not_fit_is_an_error() -> None:
+    one = case(5, 64, (32,), (16,))
+    for changes, sentence in (
+        ({"streams": [0]}, "needs a stream"),
+        ({"of_rows": []}, "needs a scale"),
+        ({"low_biases": []}, "a bias or None"),
+        ({"inputs": [one.scaled[0].rows[:3]]}, "needs an input"),
+        ({"inputs": [one.scaled[0].rows.to(torch.float8_e5m2)]}, "must be"),
+        ({"of_rows": [torch.ones(5, 1)]}, "Scales must be"),
+        ({"of_weight": [torch.ones((), dtype=torch.float64)]}, "Scales must be"),
+        ({"low_biases": [torch.ones(16)]}, "The bias must be"),
+    ):
+        with pytest.raises(RuntimeError, match=sentence):
+            linear.mixed_linear(*wrong(one, **changes))
+
+
+CHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")  # the others multiply float8
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+def test_opcheck(by_row: bool) -> None:
+    if by_row:
+        skip_unless_torch_scales_rows()
+    one = case(5, 64, (32, 16), (16, 32), by_row, biased=True)
+    torch.library.opcheck(torch.ops.dsv4.mixed_linear.default, one.arguments([0, 0, 1, 1]), test_utils=CHECKS)
+
+
+def test_the_other_layers_have_gradients() -> None:
+    one = case(5, 64, (32, 16), (16,), biased=True)
+    one.x.requires_grad_(), one.weights[0].requires_grad_()
+    made = linear.mixed_linear(*one.arguments([0, 0, 0]))
+    assert made[0].requires_grad and not made[1].requires_grad
+    made[0].sum().backward()
+    assert one.x.grad is not None and one.weights[0].grad is not None
+    assert_close([output.detach() for output in made], [exact.detach() for exact in one.exact()])
+
+
+# -------------------------------------------------------------------------------------------------------- the compiler
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
+def test_every_plan_compiles_and_spills_nothing(tmp_path: Path) -> None:
+    found = variants(90, 132, (8, 64))
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        texts = list(pool.map(lambda one: compiled_by_nvcc(one, "sm_90a", tmp_path), found))
+    for variant, text in zip(found, texts, strict=True):
+        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in text, (variant, text)
+        registers = int(re.search(r"Used (\d+) registers", text).group(1))
+        assert registers * 32 * WARPS * variant.plan.fitting <= 65536
+
+
+# ------------------------------------------------------------------------------------------------------------ on a GPU
+
+
+@pytest.fixture
+def runs_here() -> Iterator[None]:
+    """Torch does not stand in for the kernel."""
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("the card has no float8")
+    yield
+    assert skinny.unavailable() is None
+
+
+def plans_for(tokens: int, features: Sequence[int], low: Sequence[Sequence[int]], columns: int) -> dict[str, Plan]:
+    card = tuning.card_of(torch.cuda.current_device())
+    found = {
+        name: plan
+        for name, plan in PLANS.items()
+        if fitted(plan, "bf16", tokens, features, columns, card.capability, card.multiprocessors, low) is not None
+    }
+    assert found
+    return found
+
+
+def launched(plan: Plan, one: Case) -> list[Tensor]:
+    """One launch; all that it does not write is NaN."""
+    every, biases = one.every()
+    dtypes = [BF16] * len(one.weights) + [given.dtype for given in one.scaled]
+    outputs = [
+        one.x.new_full((one.x.shape[0], weight.shape[0]), torch.nan, dtype=dtype)
+        for weight, dtype in zip(every, dtypes, strict=True)
+    ]
+    skinny.multiply(plan, one.x, every, biases, outputs, scaled=one.scaled)
+    return outputs
+
+
+def assert_no_farther_than_torch(one: Case, made: Sequence[Tensor]) -> None:
+    """From float64 than `torch._scaled_mm` and cuBLAS are."""
+    plain, *low = one.exact()
+    for exact, ours, weight, bias in zip(
+        plain.split([weight.shape[0] for weight in one.weights], 1), made, one.weights, one.biases, strict=False
+    ):
+        torchs = torch.nn.functional.linear(one.x, weight, bias)
+        assert (ours - exact).norm() <= 1.02 * (torchs - exact).norm() + 1e-7 * exact.norm()
+    for exact, ours, torchs in zip(low, made[len(one.weights) :], one.torchs(), strict=True):
+        error, theirs = (ours - exact).norm(), (torchs - exact).norm()
+        assert error <= 1.02 * theirs + 1e-7 * exact.norm(), (error / exact.norm(), theirs / exact.norm())
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("runs_here")
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize("tokens", [1, 7, 8, 9, 16, 31, 33, 64])
+@pytest.mark.parametrize(("columns", "low"), [(4096, (1024, 512)), (7168, (1536, 512))])
+def test_every_plan_is_as_exact_as_torch(columns: int, low: tuple[int, ...], tokens: int, by_row: bool) -> None:
+    one = case(tokens, columns, REST, low, by_row, biased=tokens % 2 == 0, device="cuda")
+    for plan in plans_for(tokens, REST, [low], columns).values():
+        assert_no_farther_than_torch(one, launched(plan, one))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("runs_here")
+@pytest.mark.parametrize("columns", [1040, 528, 4096])
+def test_odd_rows_two_inputs_and_wide_results(columns: int) -> None:
+    """Features that `_scaled_mm` does not take, against float64."""
+    for dtype in (BF16, F32):
+        one = case(13, columns, (40, 1, 333), (17, 9, 100, 8), by_row=True, inputs=2, dtype=dtype, device="cuda")
+        plain, *low = one.exact()
+        for plan in plans_for(13, (40, 1, 333), [(17, 100), (9, 8)], columns).values():
+            made = launched(plan, one)
+            torch.testing.assert_close(torch.cat(made[:3], 1).double(), plain, rtol=8e-3, atol=1e-4)
+            tight = {"rtol": 1e-5, "atol": 1e-5} if dtype is F32 else {"rtol": 8e-3, "atol": 1e-4}
+            for ours, exact in zip(made[3:], low, strict=True):
+                torch.testing.assert_close(ours.double(), exact, **tight)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("runs_here")
+def test_all_float8_numbers_are_themselves() -> None:
+    """Among them NaN: each is the only one of its row that is not zero, times one."""
+    numbers = torch.arange(256, dtype=torch.uint8, device="cuda").view(FLOAT8)
+    weight = torch.diag(numbers.view(torch.uint8))
+    unit, x = torch.ones((), device="cuda"), torch.zeros(64, 256, dtype=BF16, device="cuda")
+    plain = torch.zeros(16, 256, dtype=BF16, device="cuda")
+    for start in range(0, 256, 64):
+        rows = torch.eye(256, device="cuda")[start : start + 64].to(FLOAT8)
+        one = Case(x, [plain], [None], [Scaled(rows, unit, unit, F32)], [weight.view(FLOAT8)], [None])
+        for plan in plans_for(64, (16,), [(256,)], 256).values():
+            got = launched(plan, one)[1].diagonal(start)
+            wanted = numbers[start : start + 64].float()
+            assert got.nan_to_num(999.0).equal(wanted.nan_to_num(999.0))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("runs_here")
+@pytest.mark.parametrize("name", PLANS)
+def test_the_same_bits_every_time_and_whatever_the_other_tokens(name: str) -> None:
+    plan = plans_for(16, REST, [QUERY_AND_KEY], 4096).get(name)
+    if plan is None:
+        pytest.skip("the card has no such plan")
+    one = case(16, 4096, REST, QUERY_AND_KEY, by_row=True, device="cuda")
+    first = launched(plan, one)
+    for _ in range(1000):
+        assert all(map(torch.equal, launched(plan, one), first))
+    few = dataclasses.replace(
+        one,
+        x=one.x[:9],
+        scaled=[dataclasses.replace(given, rows=given.rows[:9], of_rows=given.of_rows[:9]) for given in one.scaled],
+    )
+    for output, fewer in zip(first, launched(plan, few), strict=True):
+        assert output[:9].equal(fewer)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("runs_here")
+@pytest.mark.parametrize("name", PLANS)
+def test_captured_side_by_side_with_new_values(name: str) -> None:
+    plan = plans_for(8, REST, [QUERY_AND_KEY], 4096).get(name)
+    if plan is None:
+        pytest.skip("the card has no such plan")
+    one = case(8, 4096, REST, QUERY_AND_KEY, device="cuda")
+    launched(plan, one)
+    torch.cuda.synchronize()
+    graphs, outputs, side = [], [], [torch.cuda.Stream() for _ in range(3)]
+    for stream in side:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            outputs.append([launched(plan, one) for _ in range(5)])
+        graphs.append(graph)
+    for turn in range(20):
+        new = case(8, 4096, REST, QUERY_AND_KEY, device="cuda")
+        one.x.copy_(new.x)
+        one.scaled[0].rows.copy_(new.scaled[0].rows)
+        one.scaled[0].of_rows.fill_(0.5 + turn)
+        one.scaled[1].of_weight.fill_(1.5 + turn)
+        one.low_weights[1].copy_(new.low_weights[1])
+        wanted = launched(plan, one)
+        assert_close([torch.cat(wanted[:5], 1), *(low / (1 + turn) for low in wanted[5:])], _divided(one, 1 + turn))
+        torch.cuda.synchronize()
+        for stream, graph in zip(side, graphs, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        assert all(all(map(torch.equal, made, wanted)) for of_graph in outputs for made in of_graph)
+
+
+def _divided(one: Case, by: int) -> list[Tensor]:
+    plain, *low = one.exact()
+    return [plain, *(exact / by for exact in low)]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("runs_here")
+def test_a_write_of_the_launch_before_is_seen() -> None:
+    """Blocks start, and bring weights near, before that launch has ended; scales are written by it as well."""
+    for name, plan in plans_for(8, REST, [QUERY_AND_KEY], 4096).items():
+        one = case(8, 4096, REST, QUERY_AND_KEY, device="cuda")
+        news = [case(8, 4096, REST, QUERY_AND_KEY, device="cuda") for _ in range(10)]
+        wanted = [launched(plan, new) for new in news]
+        got = []
+        for new in news:
+            one.x.copy_(new.x)
+            one.scaled[0].rows.copy_(new.scaled[0].rows)
+            for to, source in zip([*one.weights, *one.low_weights], [*new.weights, *new.low_weights], strict=True):
+                to.copy_(source)
+            for to, source in zip(one.scaled, new.scaled, strict=True):
+                to.of_weight.copy_(source.of_weight)
+                to.of_rows.copy_(source.of_rows)
+            got.append(launched(plan, one))
+        for made, other in zip(got, wanted, strict=True):
+            assert all(map(torch.equal, made, other)), name
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("runs_here")
+@pytest.mark.parametrize("by_row", [False, True])
+def test_opcheck_on_the_card(by_row: bool) -> None:
+    one = case(5, 1024, (128, 64), (64, 32), by_row, biased=True, device="cuda")
+    torch.library.opcheck(torch.ops.dsv4.mixed_linear.default, one.arguments([0, 0, 1, 1]), test_utils=CHECKS)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("runs_here")
+@pytest.mark.parametrize("name", strategies.STRATEGIES)
+@pytest.mark.parametrize("by_row", [False, True])
+def test_every_way_is_right_outside_and_inside_a_capture_and_on_another_stream(by_row: bool, name: str) -> None:
+    one = case(64, 1024, (512, 256, 64), (256, 128), by_row, biased=True, device="cuda")
+    assert packing.pack(one.weights).packed
+    every, biases = one.every()
+
+    def run() -> list[Tensor]:
+        return mixed.run_as(name, one.x, every, biases, [0, 1, 2, 3, 3], one.scaled)
+
+    made = run()
+    assert_close(made, one.exact())
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        made = run()
+    torch.cuda.current_stream().wait_stream(side)
+    assert_close(made, one.exact())
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        made = run()
+    for _ in range(5):
+        new = case(64, 1024, (512, 256, 64), (256, 128), by_row, biased=True, device="cuda")
+        one.x.copy_(new.x)
+        one.scaled[0].rows.copy_(new.scaled[0].rows)
+        one.low_weights[0].copy_(new.low_weights[0])
+        graph.replay()
+        assert_close(made, one.exact())
+    assert streams.stream_count("cuda") <= 3
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("runs_here")
+def test_the_operator_chooses_by_measurement(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """All ways are timed for the whole group, the choice is the fastest, and what is chosen is right and captured."""
+    monkeypatch.setenv("DSV4_TUNE", "auto")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    one = case(8, 4096, REST, QUERY_AND_KEY, device="cuda")
+    given = one.arguments([0, 0, 1, 1, 2, 3, 3])
+    assert_close(linear.mixed_linear(*given), one.exact())
+    (entry,) = linear.choices()
+    assert entry["source"] == "searched" and entry["dtypes"][-1] == "float8_e4m3fn"
+    times = entry["microseconds"]
+    plans = plans_for(8, REST, [QUERY_AND_KEY], 4096)
+    assert set(times) == {"serial", "streams", *(f"skinny: {name}" for name in plans)}
+    assert entry["strategy"] == strategies.fastest(times)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = linear.mixed_linear(*given)
+    for _ in range(3):
+        one.x.copy_(torch.randn_like(one.x) / 8)
+        graph.replay()
+        assert_close(made, one.exact())
+    more = case(100, 4096, REST, QUERY_AND_KEY, device="cuda")
+    more.weights, more.low_weights = one.weights, one.low_weights
+    assert_close(linear.mixed_linear(*more.arguments([0, 0, 1, 1, 2, 3, 3])), more.exact())
+    assert not any(name in SKINNY for name in linear.choices()[-1]["microseconds"])
