@@ -5,9 +5,7 @@
         └──► cast ─► mm(W_2)                   or    dsv4.grouped_linear(x, [...], streams=[...]) ──► slices
                                                or    dsv4.mixed_linear(x, [...], ..., [x8], [V_0]) (passes/float8.py)
 
-A linear is a product with a weight that is a graph input (or a view or cast of one). Members of a group are found by
-the activation at the top of their views, permutes and casts; they cannot depend on each other, because all they read
-is that activation and weights. Names play no part.
+What a group is: `linears.py`.
 
 `auto` on CUDA emits `grouped_linear`, which chooses by measurement when called (`kernels/linear/tuning.py`); with
 `DSV4_MEASURE=0` it follows a rule.
@@ -27,78 +25,15 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from dsv4_compile.kernels.environment import word
 from dsv4_compile.passes import float8
 from dsv4_compile.passes.emission import call, item, reshape_rows
-from dsv4_compile.passes.float8 import ScaledProduct
 from dsv4_compile.passes.layout import with_new_strides
-from dsv4_compile.passes.region import (
-    CAST,
-    RESHAPE,
-    VIEW,
-    are,
-    aten,
-    is_cast_up,
-    is_floating,
-    is_leaf,
-    leaf_of,
-    packet,
-    shape,
-    value,
-)
-from dsv4_compile.passes.sites import LinearInfo, Missed, PassResult, ProjectionGroup, module_path, source_location
-from dsv4_compile.passes.vllm_calls import own_product
+from dsv4_compile.passes.linears import Group, Linear, find, is_turned, left_alone, operands
+from dsv4_compile.passes.region import RESHAPE, VIEW, aten, packet, shape, value
+from dsv4_compile.passes.sites import LinearInfo, PassResult, ProjectionGroup, module_path, source_location
 
 __all__ = ["ProjectionsPass"]
 
 # Packing pays while one product does not fill the card by itself (a few thousand rows).
 _PACK_MAX_TOKENS = 4096
-
-
-@dataclass(frozen=True)
-class _Linear:
-    """One product. `chain` are the nodes from the shared activation down to it, nearest to the activation first."""
-
-    node: Node
-    weight: Node
-    bias: Node | None
-    chain: tuple[Node, ...]
-
-    @property
-    def features(self) -> int:
-        return int((shape(self.node) or (0,))[-1])
-
-    @property
-    def wide(self) -> bool:
-        """Whether the result is float32 although the weight is not: `torch.mm(..., out_dtype=torch.float32)`."""
-        return value(self.node).dtype != value(self.weight).dtype
-
-    @property
-    def owner(self) -> str:
-        """Path of the module that owns the linear."""
-        return module_path(self.node).rpartition(".")[0]
-
-
-@dataclass(frozen=True)
-class _Group:
-    """Linears of one activation, in program order, and float8 products of what it was quantised to."""
-
-    x: Node
-    linears: tuple[_Linear, ...]
-    low: tuple[ScaledProduct, ...] = ()
-
-    @property
-    def members(self) -> list[_Linear | ScaledProduct]:
-        """All of them, the float8 products last."""
-        return [*self.linears, *self.low]
-
-    @property
-    def site(self) -> str:
-        """The deepest module that contains all members."""
-        parts = [member.owner.split(".") for member in self.members]
-        common = []
-        for names in zip(*parts, strict=False):
-            if len(set(names)) > 1:
-                break
-            common.append(names[0])
-        return ".".join(common)
 
 
 @dataclass
@@ -128,7 +63,7 @@ class ProjectionsPass:
             strategy, reason = self._choose(group)
             if strategy != "measured" and any(linear.wide for linear in group.linears):
                 left = "its result is float32, which only a measured group has beside others"
-                missed += [_missed(linear.node, left) for linear in group.linears if linear.wide]
+                missed += [left_alone(linear.node, left) for linear in group.linears if linear.wide]
                 group = replace(group, linears=tuple(linear for linear in group.linears if not linear.wide))
                 if len(group.linears) < 2:
                     continue
@@ -140,7 +75,7 @@ class ProjectionsPass:
             )
             if group.low and why is not None:
                 left = f"a quantised product (_scaled_mm) keeps its own kernel: {why}"
-                missed += [_missed(product.node, left) for product in group.low]
+                missed += [left_alone(product.node, left) for product in group.low]
                 group = replace(group, low=())
                 if len(group.linears) < 2:
                     continue
@@ -148,7 +83,7 @@ class ProjectionsPass:
             streams = _streams(group, self.num_streams)
             # The activation may itself have been the result of a linear of an earlier group.
             group = replace(group, x=moved.get(group.x, group.x))
-            alike: list[list[_Linear]] = []
+            alike: list[list[Linear]] = []
             if strategy == "measured":
                 alike = _packable(group) if self.pack else []
                 moved |= _measured(graph, group, order, streams, self.stream_max_tokens, self.pack)
@@ -166,7 +101,7 @@ class ProjectionsPass:
         settings = (self.name, self.strategy, self.num_streams, self.stream_max_tokens, self.pack, _measures())
         return ":".join(map(str, settings))
 
-    def _choose(self, group: _Group) -> tuple[str, str]:
+    def _choose(self, group: Group) -> tuple[str, str]:
         """(strategy, reason in words)."""
         device = _device_type(group)
         if self.strategy == "pack":
@@ -195,7 +130,7 @@ class ProjectionsPass:
             return "streams", f"cannot be packed: {obstacle}" if obstacle else "the rule: nothing is measured"
         return "serial", f"{tokens} tokens: each product fills the card by itself"
 
-    def _apart(self, group: _Group) -> str:
+    def _apart(self, group: Group) -> str:
         """Which weights cannot be packed, as the end of a sentence."""
         if not self.pack:
             return "; not packed, the parameters are not at hand in this hook"
@@ -208,7 +143,7 @@ def _measures() -> bool:
     return word("DSV4_MEASURE") == "1"
 
 
-def _device_type(group: _Group) -> str:
+def _device_type(group: Group) -> str:
     return str(value(group.x).device.type)
 
 
@@ -217,141 +152,32 @@ def _position(node: Node, index: int) -> int:
     return int(getattr(node.meta.get("desc"), "idx", index))
 
 
-def find(graph: Graph) -> tuple[list[_Group], list[Missed]]:
-    """Groups of two or more layers with one activation, in program order, and lookalikes with their reasons.
-
-    Each has a linear; the others may be float8 products.
-    """
-    by_activation: dict[Node, list[_Linear]] = defaultdict(list)
-    refused: dict[Node, list[tuple[Node, str]]] = defaultdict(list)
-    for node in graph.nodes:
-        parsed = _parse(node)
-        if isinstance(parsed, _Linear):
-            top = parsed.chain[0] if parsed.chain else None
-            x = top.args[0] if top is not None else _operands(node)[1]
-            by_activation[x].append(parsed)
-        elif parsed is not None:
-            x, why = parsed
-            refused[x].append((node, why))
-    missed = [
-        _missed(node, why)
-        for x, nodes in refused.items()
-        if len(nodes) + len(by_activation.get(x, ())) > 1
-        for node, why in nodes
-    ]
-    readers = {x: [linear.node for linear in linears] for x, linears in by_activation.items()}
-    low, alone = float8.beside(graph, readers)
-    missed += [_missed(node, why) for node, why in alone]
-    groups = [_Group(x, tuple(linears), tuple(low.get(x, ()))) for x, linears in by_activation.items()]
-    return [group for group in groups if len(group.linears) + len(group.low) > 1], missed
-
-
-def _missed(node: Node, why: str) -> Missed:
-    return Missed("projections", module_path(node), why, source_location(node))
-
-
-_READ = {aten.mm.default, aten.addmm.default, *([aten.mm.dtype] if hasattr(aten.mm, "dtype") else [])}
-
-
-def _operands(node: Node) -> tuple[Node | None, Node, Node]:
-    """(bias, activation, weight) of a product."""
-    if packet(node) is aten.addmm:
-        return node.args[0], node.args[1], node.args[2]
-    return None, node.args[0], node.args[1]
-
-
-def _parse(node: Node) -> _Linear | tuple[Node, str] | None:
-    """A linear, or (activation, why it is left alone), or None when it is no linear at all."""
-    op = packet(node)
-    if (opaque := own_product(node)) is not None:
-        name, activation = opaque
-        return _trace(activation, None)[0], f"a product of vLLM's ({name}) keeps its own kernel and its packed weight"
-    if op not in (aten.mm, aten.addmm) or not is_floating(node):
-        return None
-    if node.target not in _READ:
-        return _trace(_operands(node)[1], None)[0], f"{node.target} is a product of another kind"
-    bias, activation, weight = _operands(node)
-    inner = (shape(weight) or (0,))[0]
-    if not isinstance(inner, int):
-        return None  # a product of activations, whose sizes are not to be asked for: that would fix them
-    x, chain = _trace(activation, inner)
-    if leaf_of(weight) is None:
-        return (x, "its weight is computed, not a parameter") if _from_parameters(weight) else None
-    if op is aten.addmm and (node.kwargs or not is_leaf(bias) or len(shape(bias) or ()) != 1):
-        return x, "its bias is scaled or computed"
-    if (
-        any(packet(n) in CAST and not is_cast_up(n) for n in chain[:-1])
-        or value(activation).dtype != value(weight).dtype
-    ):
-        return x, "its input is rounded on the way"
-    if value(node).dtype not in (value(weight).dtype, torch.float32):
-        return x, f"its result is {value(node).dtype}"
-    return _Linear(node, _stored(weight), bias, tuple(chain))
-
-
-def _from_parameters(node: Node, depth: int = 8) -> bool:
-    """Whether `node` is made of graph inputs of static shape only (a weight that is dequantised, say)."""
-    if node.op in ("placeholder", "get_attr"):
-        return all(isinstance(d, int) for d in shape(node) or (None,))
-    return depth > 0 and all(_from_parameters(p, depth - 1) for p in node.all_input_nodes)
-
-
-def _stored(weight: Node) -> Node:
-    """The weight as `[out_features, K]`: the node under a final transpose, or the operand itself."""
-    return weight.args[0] if _turns(weight) else weight
-
-
-def _turns(node: Node) -> bool:
-    """Whether `node` is the transpose of a matrix (and not a permute that changes nothing)."""
-    op = packet(node)
-    if op is aten.permute:
-        return [d % 2 for d in node.args[1]] == [1, 0]
-    return op is aten.t or (op is aten.transpose and (node.args[1] - node.args[2]) % 2 == 1)
-
-
-def _trace(node: Node, inner: int | None) -> tuple[Node, list[Node]]:
-    """The activation at the top of views, permutes and casts that keep the last axis (of size `inner`)."""
-    chain: list[Node] = []
-    while node.op == "call_function" and node.args and isinstance(node.args[0], Node):
-        op, parent = packet(node), node.args[0]
-        ends = [(shape(one) or ())[-1:] for one in (parent, node)]
-        keeps = inner is None or all(are(end, (inner,)) for end in ends)
-        turns = op is aten.permute and node.args[1][-1] in (len(node.args[1]) - 1, -1)
-        if op in CAST and not is_cast_up(node) and len(node.users) > 1:
-            break  # several read the rounded value: that is the activation
-        if not (keeps and is_floating(parent) and (op in VIEW | CAST or turns or op is aten.clone)):
-            break
-        chain.insert(0, node)
-        node = parent
-    return node, chain
-
-
 def _tokens(x: Node) -> int | None:
     """Rows of the activation, or None when symbolic."""
     lead = [d for d in (shape(x) or ())[:-1] if isinstance(d, int)]
     return math.prod(lead) if len(lead) == len(shape(x) or ()) - 1 else None
 
 
-def _by_dtype(group: _Group) -> list[list[_Linear]]:
+def _by_dtype(group: Group) -> list[list[Linear]]:
     """The linears of each dtype, in order of first appearance: those that one product can serve."""
-    alike: dict[tuple[torch.dtype, bool], list[_Linear]] = defaultdict(list)
+    alike: dict[tuple[torch.dtype, bool], list[Linear]] = defaultdict(list)
     for linear in group.linears:
         alike[value(linear.weight).dtype, linear.wide].append(linear)
     return list(alike.values())
 
 
-def _packable(group: _Group) -> list[list[_Linear]]:
+def _packable(group: Group) -> list[list[Linear]]:
     """The linears whose weights can be laid one behind the other, for each dtype."""
     return [linears for linears in _by_dtype(group) if len(linears) > 1 and _pack_obstacle(linears) is None]
 
 
-def _pack_obstacle(linears: Sequence[_Linear]) -> str | None:
+def _pack_obstacle(linears: Sequence[Linear]) -> str | None:
     weights = [linear.weight for linear in linears]
     if any(_depends_on_data(linear) for linear in linears):
         return "the number of rows depends on data"
     if any(w.op != "placeholder" for w in weights):
         return "a weight is cast, stored transposed or a part of another tensor"
-    if not all(_turns(_operands(linear.node)[2]) for linear in linears):
+    if not all(is_turned(operands(linear.node)[2]) for linear in linears):
         return "a weight is stored transposed"
     if len(set(weights)) < len(weights):
         return "two of them share one weight"
@@ -362,12 +188,12 @@ def _pack_obstacle(linears: Sequence[_Linear]) -> str | None:
     return None
 
 
-def _depends_on_data(linear: _Linear) -> bool:
+def _depends_on_data(linear: Linear) -> bool:
     """Whether it has an unbacked number of rows. Inductor reads columns of a wider matrix wrongly then."""
     return bool(free_unbacked_symbols(value(linear.node)))
 
 
-def _streams(group: _Group, count: int) -> list[int]:
+def _streams(group: Group, count: int) -> list[int]:
     """Stream of each linear: 0 for those that stay on the main stream.
 
     Linears of one owner belong together (their results meet soonest). The owner of the heaviest linear, the earlier
@@ -395,7 +221,7 @@ def _streams(group: _Group, count: int) -> list[int]:
 
 
 def _spread(
-    graph: Graph, group: _Group, order: dict[Node, int], streams: list[int], max_tokens: int
+    graph: Graph, group: Group, order: dict[Node, int], streams: list[int], max_tokens: int
 ) -> dict[Node, Node]:
     """Emits one `parallel_linear`; returns what stands for each product now."""
     first = _insertion_point(group, order)
@@ -408,7 +234,7 @@ def _spread(
     return _replace(graph, group, outputs)
 
 
-def _pack(graph: Graph, group: _Group, order: dict[Node, int]) -> dict[Node, Node]:
+def _pack(graph: Graph, group: Group, order: dict[Node, int]) -> dict[Node, Node]:
     """Emits one `packed_linear`; returns what stands for each product now."""
     first = _insertion_point(group, order)
     with graph.inserting_before(first):
@@ -420,7 +246,7 @@ def _pack(graph: Graph, group: _Group, order: dict[Node, int]) -> dict[Node, Nod
 
 
 def _measured(
-    graph: Graph, group: _Group, order: dict[Node, int], streams: list[int], max_tokens: int, pack: bool
+    graph: Graph, group: Group, order: dict[Node, int], streams: list[int], max_tokens: int, pack: bool
 ) -> dict[Node, Node]:
     """Emits one `grouped_linear`; returns what stands for each product now."""
     first = _insertion_point(group, order)
@@ -449,7 +275,7 @@ def _measured(
     return moved | {product.node: product.put(graph, output) for product, output in zip(group.low, low, strict=True)}
 
 
-def _slices(graph: Graph, made: Node, linears: Sequence[_Linear]) -> dict[Node, Node]:
+def _slices(graph: Graph, made: Node, linears: Sequence[Linear]) -> dict[Node, Node]:
     """The columns of each of `linears` in their joint result."""
     outputs, start = {}, 0
     for linear in linears:
@@ -459,7 +285,7 @@ def _slices(graph: Graph, made: Node, linears: Sequence[_Linear]) -> dict[Node, 
     return outputs
 
 
-def _insertion_point(group: _Group, order: dict[Node, int]) -> Node:
+def _insertion_point(group: Group, order: dict[Node, int]) -> Node:
     """The first member, or a later place where every weight has been made (casts and views of parameters)."""
     first = min((member.node for member in group.members), key=order.__getitem__)
     for linear in group.linears:
@@ -469,10 +295,10 @@ def _insertion_point(group: _Group, order: dict[Node, int]) -> Node:
     return first
 
 
-def _weight_nodes(linear: _Linear) -> Iterator[Node]:
+def _weight_nodes(linear: Linear) -> Iterator[Node]:
     """The chain from the parameter to the weight operand, top first, and the bias."""
     chain: list[Node] = []
-    node = _operands(linear.node)[2]
+    node = operands(linear.node)[2]
     while node.op == "call_function":
         chain.insert(0, node)
         node = node.all_input_nodes[0]
@@ -482,14 +308,14 @@ def _weight_nodes(linear: _Linear) -> Iterator[Node]:
         yield linear.bias
 
 
-def _as_weight(graph: Graph, linear: _Linear) -> Node:
-    operand = _operands(linear.node)[2]
+def _as_weight(graph: Graph, linear: Linear) -> Node:
+    operand = operands(linear.node)[2]
     if linear.weight is not operand:
         return linear.weight
     return call(graph, aten.permute.default, (operand, [1, 0]))
 
 
-def _replace(graph: Graph, group: _Group, outputs: Sequence[Node]) -> dict[Node, Node]:
+def _replace(graph: Graph, group: Group, outputs: Sequence[Node]) -> dict[Node, Node]:
     moved = {}
     for linear, output in zip(group.linears, outputs, strict=True):
         with graph.inserting_before(linear.node):
@@ -504,7 +330,7 @@ def _replace(graph: Graph, group: _Group, outputs: Sequence[Node]) -> dict[Node,
     return moved
 
 
-def _along_chain(graph: Graph, linear: _Linear, output: Node) -> Node:
+def _along_chain(graph: Graph, linear: Linear, output: Node) -> Node:
     """Gives the result the rows the member had: its own views and permutes, with its features as the last axis."""
     if not any(packet(n) is aten.permute for n in linear.chain):
         return reshape_rows(graph, output, shape(linear.node) or ())
@@ -518,7 +344,7 @@ def _along_chain(graph: Graph, linear: _Linear, output: Node) -> Node:
     return output
 
 
-def _report(group: _Group, strategy: str, reason: str, streams: list[int], packs: int) -> ProjectionGroup:
+def _report(group: Group, strategy: str, reason: str, streams: list[int], packs: int) -> ProjectionGroup:
     site = group.site
     infos = tuple(
         LinearInfo(
