@@ -74,6 +74,9 @@ class CudaGraphs:
 class GraphReport:
     """One graph that Dynamo handed over.
 
+    `seconds` are those of each pass, of the kernel families as `kernels`, and of the compiler with AOTAutograd, which is
+    apart for a graph in pieces.
+
     `pieces` and `cudagraphs` describe capture, and change while the graph runs; Inductor's own CUDA graphs
     (`mode="reduce-overhead"`) are not counted here. `streams` is how many auxiliary streams the graph asks
     for, at most the option `num_streams`; on a device without streams it asks and gets none. `split_ops` are those of

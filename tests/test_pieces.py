@@ -90,6 +90,7 @@ def test_layers_that_are_alike_are_compiled_once(monkeypatch: pytest.MonkeyPatch
     assert len(set(keys(graph))) == len(compiled) == 2
     assert [piece.shared_with for piece in graph.pieces] == [4] * 5 + [0]
     assert graph.pieces[1].reason == "the same as piece_0"
+    assert {"aot_autograd", "inductor"} <= set(graph.seconds)
 
 
 @pytest.mark.parametrize(
