@@ -35,16 +35,28 @@ _PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten._scaled_mm}
 
 @dataclass(frozen=True)
 class ScaledProduct:
-    """`dtype`: of the result. `turned`: the weight is stored as `[M, K]`, `weight` is that."""
+    """`dtype`: of the result. `turned`: the weight is stored as `[M, K]`, `weight` is that.
+
+    Input and scales are those that the node has now: what makes them may have been replaced since it was found.
+    """
 
     node: Node
-    input: Node
     weight: Node
     turned: bool
     bias: Node | None
-    input_scale: Node
-    weight_scale: Node
     fast: bool
+
+    @property
+    def input(self) -> Node:
+        return self._given("self")
+
+    @property
+    def input_scale(self) -> Node:
+        return self._given("scale_a")
+
+    @property
+    def weight_scale(self) -> Node:
+        return self._given("scale_b")
 
     @property
     def features(self) -> int:
@@ -68,6 +80,10 @@ class ScaledProduct:
         """All nodes that it reads."""
         bias = () if self.bias is None else (self.bias,)
         return (self.input, self.weight, self.input_scale, self.weight_scale, *bias)
+
+    def _given(self, name: str) -> Node:
+        node: Node = arguments(self.node)[name]
+        return node
 
     def as_weight(self, graph: Graph) -> Node:
         """The weight as `[M, K]`, at the insertion point."""
@@ -110,7 +126,7 @@ def parse(node: Node) -> ScaledProduct | str:
         return "its bias is computed or of another dtype"
     turned = packet(weight) in (aten.permute, aten.t, aten.transpose)
     stored = weight.args[0] if turned else weight
-    return ScaledProduct(node, rows, stored, turned, bias, *scales, bool(given.get("use_fast_accum")))
+    return ScaledProduct(node, stored, turned, bias, bool(given.get("use_fast_accum")))
 
 
 def _are_scales(scales: tuple[Node, Node], features: int) -> bool:
@@ -224,7 +240,7 @@ def hoist(graph: Graph, first: Node, products: Sequence[ScaledProduct]) -> None:
     order = {node: i for i, node in enumerate(graph.nodes)}
     needed = _between([operand for product in products for operand in product.operands], order[first], order)
     for node in sorted(needed, key=order.__getitem__):
-        if node.op not in ("placeholder", "get_attr"):
+        if node.op != "placeholder":
             first.prepend(node)
 
 

@@ -426,6 +426,8 @@ def _measured(
     first = _insertion_point(group, order)
     if group.low:
         float8.hoist(graph, first, group.low)
+        # Members of later groups may have been moved, and what they read with them.
+        order |= {node: i for i, node in enumerate(graph.nodes)}
     with graph.inserting_before(first):
         weights = [_as_weight(graph, linear) for linear in group.linears]
         biases = [linear.bias for linear in group.linears]
