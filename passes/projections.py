@@ -126,9 +126,11 @@ class ProjectionsPass:
         moved: dict[Node, Node] = {}
         for group in groups:
             strategy, reason = self._choose(group)
+            # Where each runs by itself anyway, nobody misses those that do.
+            is_missed = strategy != "serial" or self.strategy == "pack"
             if strategy != "measured" and any(linear.wide for linear in group.linears):
                 left = "its result is float32, which only a measured group has beside others"
-                missed += [_missed(linear.node, left) for linear in group.linears if linear.wide]
+                missed += [_missed(linear.node, left) for linear in group.linears if linear.wide and is_missed]
                 group = replace(group, linears=tuple(linear for linear in group.linears if not linear.wide))
                 if len(group.linears) < 2:
                     continue
@@ -140,7 +142,7 @@ class ProjectionsPass:
             )
             if group.low and why is not None:
                 left = f"a quantised product (_scaled_mm) keeps its own kernel: {why}"
-                missed += [_missed(product.node, left) for product in group.low]
+                missed += [_missed(product.node, left) for product in group.low if is_missed]
                 group = replace(group, low=())
                 if len(group.linears) < 2:
                     continue
