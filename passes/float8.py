@@ -20,7 +20,7 @@ import torch
 from torch.fx import Graph, Node
 
 from dsv4_compile.passes.emission import call, reshape_rows
-from dsv4_compile.passes.region import are, aten, count, leaf_of, packet, shape, value
+from dsv4_compile.passes.region import are, aten, count, leaf_of, packet, shape, turns, value
 from dsv4_compile.passes.sites import module_path
 from dsv4_compile.passes.storages import arguments
 from dsv4_compile.passes.verify import confinement
@@ -124,9 +124,8 @@ def parse(node: Node) -> ScaledProduct | str:
         leaf_of(bias) is None or value(bias).dtype != dtype or not are(shape(bias) or (), (features,))
     ):
         return "its bias is computed or of another dtype"
-    turned = packet(weight) in (aten.permute, aten.t, aten.transpose)
-    stored = weight.args[0] if turned else weight
-    return ScaledProduct(node, stored, turned, bias, bool(given.get("use_fast_accum")))
+    turned = turns(weight)
+    return ScaledProduct(node, weight.args[0] if turned else weight, turned, bias, bool(given.get("use_fast_accum")))
 
 
 def _are_scales(scales: tuple[Node, Node], features: int) -> bool:

@@ -41,6 +41,7 @@ from dsv4_compile.passes.region import (
     leaf_of,
     packet,
     shape,
+    turns,
     value,
 )
 from dsv4_compile.passes.sites import LinearInfo, Missed, PassResult, ProjectionGroup, module_path, source_location
@@ -300,15 +301,7 @@ def _from_parameters(node: Node, depth: int = 8) -> bool:
 
 def _stored(weight: Node) -> Node:
     """The weight as `[out_features, K]`: the node under a final transpose, or the operand itself."""
-    return weight.args[0] if _turns(weight) else weight
-
-
-def _turns(node: Node) -> bool:
-    """Whether `node` is the transpose of a matrix (and not a permute that changes nothing)."""
-    op = packet(node)
-    if op is aten.permute:
-        return [d % 2 for d in node.args[1]] == [1, 0]
-    return op is aten.t or (op is aten.transpose and (node.args[1] - node.args[2]) % 2 == 1)
+    return weight.args[0] if turns(weight) else weight
 
 
 def _trace(node: Node, inner: int | None) -> tuple[Node, list[Node]]:
@@ -353,7 +346,7 @@ def _pack_obstacle(linears: Sequence[_Linear]) -> str | None:
         return "the number of rows depends on data"
     if any(w.op != "placeholder" for w in weights):
         return "a weight is cast, stored transposed or a part of another tensor"
-    if not all(_turns(_operands(linear.node)[2]) for linear in linears):
+    if not all(turns(_operands(linear.node)[2]) for linear in linears):
         return "a weight is stored transposed"
     if len(set(weights)) < len(weights):
         return "two of them share one weight"

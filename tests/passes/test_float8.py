@@ -227,6 +227,26 @@ def test_on_a_cpu_nothing_changes_and_strict_is_content(monkeypatch: pytest.Monk
     assert [group.strategy for group in graph.projections] == ["serial"] and not graph.missed
 
 
+class Unturned(nn.Module):
+    """A square weight by columns, under a permute that changes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.q = plain(64, 16), Float8(64, 64, turned=True)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        rows, scale = by_tensor(x)
+        low = torch._scaled_mm(rows, self.q.weight.permute(0, 1), scale_a=scale, scale_b=self.q.scale, out_dtype=BF16)
+        return [self.gate(x), low]
+
+
+def test_a_permute_that_changes_nothing_is_no_transpose_of_the_weight() -> None:
+    module, x = Unturned(), torch.randn(5, 64).to(BF16)
+    out, graph = auto(module, x)
+    assert_like_eager(out, module, x)
+    assert [len(group.linears) for group in graph.projections] == [2] and not graph.missed
+
+
 class Many(nn.Module):
     """Two layers, one behind the other, and an input of which two float8 layers have different scales."""
 
