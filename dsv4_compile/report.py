@@ -74,8 +74,8 @@ class CudaGraphs:
 class GraphReport:
     """One graph that Dynamo handed over.
 
-    `seconds` are those of each pass, of the kernel families as `kernels`, and of the compiler with AOTAutograd, which is
-    apart for a graph in pieces.
+    `seconds` are those of each pass, of the kernel families as `kernels`, and of the compiler with AOTAutograd, which
+    is apart for a graph in pieces.
 
     `pieces` and `cudagraphs` describe capture, and change while the graph runs; Inductor's own CUDA graphs
     (`mode="reduce-overhead"`) are not counted here. `streams` is how many auxiliary streams the graph asks

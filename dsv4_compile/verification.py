@@ -74,12 +74,12 @@ def verified(compiled: Callable[..., Any], original: GraphModule, calls: int, gr
             return expected
         compared += 1
         problem = difference(actual, expected) or difference(copies, args)
+        graph.notes[:] = [note for note in graph.notes if note != told]
         if problem is not None:
             failed = True
             graph.notes.append(f"verify: the compiled graph was dropped: {problem}")
             logger.warning("Graph %s runs uncompiled from now on: %s.", graph.id, problem)
         else:
-            graph.notes[:] = [note for note in graph.notes if note != told]
             so_far = " so far" if left else ""
             told = f"verify: {compared} of the first {calls} calls were compared{so_far}, and none differed"
             graph.notes.append(told)

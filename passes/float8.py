@@ -20,7 +20,7 @@ import torch
 from torch.fx import Graph, Node
 
 from dsv4_compile.passes.emission import call, reshape_rows
-from dsv4_compile.passes.region import are, aten, count, leaf_of, packet, shape, value
+from dsv4_compile.passes.region import are, aten, count, leaf_of, packet, shape, turns, value
 from dsv4_compile.passes.sites import module_path
 from dsv4_compile.passes.storages import arguments
 from dsv4_compile.passes.verify import confinement
@@ -35,16 +35,28 @@ _PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten._scaled_mm}
 
 @dataclass(frozen=True)
 class ScaledProduct:
-    """`dtype`: of the result. `turned`: the weight is stored as `[M, K]`, `weight` is that."""
+    """`dtype`: of the result. `turned`: the weight is stored as `[M, K]`, `weight` is that.
+
+    Input and scales are those that the node has now: what makes them may have been replaced since it was found.
+    """
 
     node: Node
-    input: Node
     weight: Node
     turned: bool
     bias: Node | None
-    input_scale: Node
-    weight_scale: Node
     fast: bool
+
+    @property
+    def input(self) -> Node:
+        return self._given("self")
+
+    @property
+    def input_scale(self) -> Node:
+        return self._given("scale_a")
+
+    @property
+    def weight_scale(self) -> Node:
+        return self._given("scale_b")
 
     @property
     def features(self) -> int:
@@ -68,6 +80,10 @@ class ScaledProduct:
         """All nodes that it reads."""
         bias = () if self.bias is None else (self.bias,)
         return (self.input, self.weight, self.input_scale, self.weight_scale, *bias)
+
+    def _given(self, name: str) -> Node:
+        node: Node = arguments(self.node)[name]
+        return node
 
     def as_weight(self, graph: Graph) -> Node:
         """The weight as `[M, K]`, at the insertion point."""
@@ -108,9 +124,8 @@ def parse(node: Node) -> ScaledProduct | str:
         leaf_of(bias) is None or value(bias).dtype != dtype or not are(shape(bias) or (), (features,))
     ):
         return "its bias is computed or of another dtype"
-    turned = packet(weight) in (aten.permute, aten.t, aten.transpose)
-    stored = weight.args[0] if turned else weight
-    return ScaledProduct(node, rows, stored, turned, bias, *scales, bool(given.get("use_fast_accum")))
+    turned = turns(weight)
+    return ScaledProduct(node, weight.args[0] if turned else weight, turned, bias, bool(given.get("use_fast_accum")))
 
 
 def _are_scales(scales: tuple[Node, Node], features: int) -> bool:
@@ -224,7 +239,7 @@ def hoist(graph: Graph, first: Node, products: Sequence[ScaledProduct]) -> None:
     order = {node: i for i, node in enumerate(graph.nodes)}
     needed = _between([operand for product in products for operand in product.operands], order[first], order)
     for node in sorted(needed, key=order.__getitem__):
-        if node.op not in ("placeholder", "get_attr"):
+        if node.op != "placeholder":
             first.prepend(node)
 
 

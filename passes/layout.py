@@ -27,9 +27,9 @@ __all__ = ["with_new_strides"]
 _FOLLOWED = VIEW | CUT | {aten.permute, aten.transpose, aten.t, aten.expand}
 _STRIDES = packets(
     "slice_scatter select_scatter diagonal_scatter as_strided_scatter as_strided_copy view_copy copy"
-    " _reshape_alias_copy unfold_copy"
+    " _reshape_alias_copy unfold_copy _scaled_mm _scaled_mm_v2 _scaled_grouped_mm _scaled_grouped_mm_v2"
 )
-"""Operators that read the strides of their first argument, or give their result the same."""
+"""Operators that read the strides of their first argument, or give their result the same, or want contiguous scales."""
 _ALIGNMENT = 16
 """Bytes at which kernels of these families want a row to begin; memory of a tensor of its own always does."""
 _ALIGNED = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_grouped_mm", "_scaled")

@@ -30,12 +30,13 @@ from dsv4_compile.passes.region import (
     leaf_of,
     packet,
     shape,
+    turns,
     value,
 )
 from dsv4_compile.passes.sites import Missed, module_path, source_location
 from dsv4_compile.passes.vllm_calls import own_product
 
-__all__ = ["Group", "Linear", "find", "is_turned", "left_alone", "operands"]
+__all__ = ["Group", "Linear", "find", "left_alone", "operands"]
 
 
 @dataclass(frozen=True)
@@ -169,15 +170,7 @@ def _from_parameters(node: Node, depth: int = 8) -> bool:
 
 def _stored(weight: Node) -> Node:
     """The weight as `[out_features, K]`: the node under a final transpose, or the operand itself."""
-    return weight.args[0] if is_turned(weight) else weight
-
-
-def is_turned(node: Node) -> bool:
-    """Whether `node` is the transpose of a matrix (and not a permute that changes nothing)."""
-    op = packet(node)
-    if op is aten.permute:
-        return [d % 2 for d in node.args[1]] == [1, 0]
-    return op is aten.t or (op is aten.transpose and (node.args[1] - node.args[2]) % 2 == 1)
+    return weight.args[0] if turns(weight) else weight
 
 
 def _trace(node: Node, inner: int | None) -> tuple[Node, list[Node]]:
@@ -187,10 +180,10 @@ def _trace(node: Node, inner: int | None) -> tuple[Node, list[Node]]:
         op, parent = packet(node), node.args[0]
         ends = [(shape(one) or ())[-1:] for one in (parent, node)]
         keeps = inner is None or all(are(end, (inner,)) for end in ends)
-        turns = op is aten.permute and node.args[1][-1] in (len(node.args[1]) - 1, -1)
+        keeps_last = op is aten.permute and node.args[1][-1] in (len(node.args[1]) - 1, -1)
         if op in CAST and not is_cast_up(node) and len(node.users) > 1:
             break  # several read the rounded value: that is the activation
-        if not (keeps and is_floating(parent) and (op in VIEW | CAST or turns or op is aten.clone)):
+        if not (keeps and is_floating(parent) and (op in VIEW | CAST or keeps_last or op is aten.clone)):
             break
         chain.insert(0, node)
         node = parent

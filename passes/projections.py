@@ -26,8 +26,8 @@ from dsv4_compile.kernels.environment import word
 from dsv4_compile.passes import float8
 from dsv4_compile.passes.emission import call, item, reshape_rows
 from dsv4_compile.passes.layout import with_new_strides
-from dsv4_compile.passes.linears import Group, Linear, find, is_turned, left_alone, operands
-from dsv4_compile.passes.region import RESHAPE, VIEW, aten, packet, shape, value
+from dsv4_compile.passes.linears import Group, Linear, find, left_alone, operands
+from dsv4_compile.passes.region import RESHAPE, VIEW, aten, packet, shape, turns, value
 from dsv4_compile.passes.sites import LinearInfo, PassResult, ProjectionGroup, module_path, source_location
 
 __all__ = ["ProjectionsPass"]
@@ -61,9 +61,11 @@ class ProjectionsPass:
         moved: dict[Node, Node] = {}
         for group in groups:
             strategy, reason = self._choose(group)
+            # Where each runs by itself anyway, nobody misses those that do.
+            is_missed = strategy != "serial" or self.strategy == "pack"
             if strategy != "measured" and any(linear.wide for linear in group.linears):
                 left = "its result is float32, which only a measured group has beside others"
-                missed += [left_alone(linear.node, left) for linear in group.linears if linear.wide]
+                missed += [left_alone(linear.node, left) for linear in group.linears if linear.wide and is_missed]
                 group = replace(group, linears=tuple(linear for linear in group.linears if not linear.wide))
                 if len(group.linears) < 2:
                     continue
@@ -75,7 +77,7 @@ class ProjectionsPass:
             )
             if group.low and why is not None:
                 left = f"a quantised product (_scaled_mm) keeps its own kernel: {why}"
-                missed += [left_alone(product.node, left) for product in group.low]
+                missed += [left_alone(product.node, left) for product in group.low if is_missed]
                 group = replace(group, low=())
                 if len(group.linears) < 2:
                     continue
@@ -177,7 +179,7 @@ def _pack_obstacle(linears: Sequence[Linear]) -> str | None:
         return "the number of rows depends on data"
     if any(w.op != "placeholder" for w in weights):
         return "a weight is cast, stored transposed or a part of another tensor"
-    if not all(is_turned(operands(linear.node)[2]) for linear in linears):
+    if not all(turns(operands(linear.node)[2]) for linear in linears):
         return "a weight is stored transposed"
     if len(set(weights)) < len(weights):
         return "two of them share one weight"
@@ -252,6 +254,8 @@ def _measured(
     first = _insertion_point(group, order)
     if group.low:
         float8.hoist(graph, first, group.low)
+        # Members of later groups may have been moved, and what they read with them.
+        order |= {node: i for i, node in enumerate(graph.nodes)}
     with graph.inserting_before(first):
         weights = [_as_weight(graph, linear) for linear in group.linears]
         biases = [linear.bias for linear in group.linears]

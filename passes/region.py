@@ -37,6 +37,7 @@ __all__ = [
     "leaf_of",
     "shape",
     "strip",
+    "turns",
     "undisturbed",
     "value",
 ]
@@ -139,6 +140,14 @@ def strip(node: Node) -> Node:
             break
         node = parent
     return node
+
+
+def turns(node: Node) -> bool:
+    """Whether `node` is the transpose of a matrix (and not a permute that changes nothing)."""
+    op = packet(node)
+    if op is aten.permute:
+        return [d % 2 for d in node.args[1]] == [1, 0]
+    return op is aten.t or (op is aten.transpose and (node.args[1] - node.args[2]) % 2 == 1)
 
 
 def leaf_of(node: Node, apart_from: Collection[Node] = ()) -> Node | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import operator
 
 import pytest
@@ -133,6 +134,16 @@ def test_verify_writes_into_state_once(parameter):
             torch.testing.assert_close(a, b)
     torch.testing.assert_close(module.state, eager.state)
     assert notes() == "verify: 1 of the first 1 calls were compared, and none differed"
+
+
+def test_verify_no_longer_says_that_none_differed_once_one_has():
+    graph, calls = dsv4_compile.GraphReport(id="0"), itertools.count()
+    original = torch.fx.symbolic_trace(torch.nn.Tanh())
+    run = verification.verified(lambda x: original(x) + (next(calls) == 1), original, 3, graph)
+    for _ in range(4):
+        torch.testing.assert_close(run(torch.ones(3)), torch.ones(3).tanh())
+    (note,) = graph.notes
+    assert note.startswith("verify: the compiled graph was dropped")
 
 
 @pytest.mark.parametrize(

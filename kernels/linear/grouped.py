@@ -192,10 +192,10 @@ def _remember(addresses: tuple[int, ...], weights: Sequence[Tensor]) -> Group:
     return group
 
 
-def known_as(weights: Sequence[Tensor]) -> Group:
-    """What is known of these weights, float8 ones among them; they have been checked."""
+def known_as(weights: Sequence[Tensor], anew: bool = False) -> Group:
+    """What is known of these weights, float8 ones among them; they have been checked. `anew`: it is looked up again."""
     addresses = tuple(map(_address, weights))
-    group = _groups.get(addresses)
+    group = None if anew else _groups.get(addresses)
     return group if group is not None and group.same(*weights) else _remember(addresses, weights)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dsv4_compile.kernels.linear import grouped, products, strategies, tuning
 from dsv4_compile.kernels.linear.products import Scaled
-from dsv4_compile.kernels.linear.strategies import Low
+from dsv4_compile.kernels.linear.strategies import Low, Plan
 from dsv4_compile.kernels.linear.tuning import LIMITS
 
 __all__ = ["composed", "fake", "run", "run_as"]
@@ -40,14 +40,17 @@ def run(
     scaled = _scaled(inputs, input_scales, weight_scales, dtype, fast)
     every, all_biases = [*weights, *low_weights], [*biases, *low_biases]
     _check(x, weights, biases, streams, scaled, low_weights, low_biases)
-    group, rows, lows = grouped.known_as(every), products.rows_of(x), _lows(scaled)
+    rows, lows = products.rows_of(x), _lows(scaled)
     tokens = rows.shape[0]
     key = (
         bisect_left(LIMITS, tokens), tokens <= max_tokens, rows.dtype, rows.is_contiguous(), pack, *streams, None,
         *(bias is None for bias in all_biases), lows, *wide,
     )  # fmt: skip
-    plan = group.plans.get(key)
-    if plan is None:
+
+    def chosen(group: grouped.Group) -> Plan:
+        known = group.plans.get(key)
+        if known is not None:
+            return known
         index = rows.device.index if rows.is_cuda else None
         products.check_wide(weights, wide)
         problem = group.problem(rows, all_biases, streams, pack, lows, tuple(wide))
@@ -55,7 +58,16 @@ def run(
         plan = strategies.plan_of(name, problem)
         if settled:
             group.plans[key] = plan
-    return grouped.run_plan(plan, plan.operands(every), x, rows, every, all_biases, scaled)
+        return plan
+
+    plan = chosen(grouped.known_as(every))
+    try:
+        operands = plan.operands(every)
+    except RuntimeError:
+        # The addresses are those of a run, and other storages lie there now.
+        plan = chosen(grouped.known_as(every, anew=True))
+        operands = plan.operands(every)
+    return grouped.run_plan(plan, operands, x, rows, every, all_biases, scaled)
 
 
 def run_as(
@@ -155,7 +167,7 @@ def _scaled(
 
 def _side_by_side(scale: Tensor) -> Tensor:
     """The same numbers, with the strides that `torch._scaled_mm` asks for also along an axis of length 1."""
-    return scale.reshape(-1).view(scale.shape) if scale.dim() == 2 else scale
+    return scale.reshape(-1).contiguous().view(scale.shape) if scale.dim() == 2 else scale
 
 
 def _lows(scaled: Sequence[Scaled]) -> tuple[Low, ...]:

@@ -299,6 +299,27 @@ def test_inputs_of_other_strides_are_copied_for_torch() -> None:
     assert_close(linear.mixed_linear(*one.arguments([0, 0, 0])), one.exact())
 
 
+def test_scales_that_are_columns_of_a_wider_matrix() -> None:
+    skip_unless_torch_scales_rows()
+    one = case(5, 64, (32,), (16, 16), by_row=True)
+    wider = torch.cat([one.scaled[0].of_rows, torch.ones(5, 7)], 1)
+    one.scaled = [dataclasses.replace(given, of_rows=wider[:, :1]) for given in one.scaled]
+    assert_close(linear.mixed_linear(*one.arguments([0, 0, 0])), one.exact())
+
+
+def test_weights_of_other_storages_at_the_addresses_of_a_run() -> None:
+    one = case(5, 64, (8, 24), (16,))
+    memory = bytearray(2 * 32 * 64)
+    whole = torch.frombuffer(memory, dtype=BF16).view(32, 64)
+    apart = [
+        torch.frombuffer(memory, dtype=BF16, count=64 * m, offset=128 * at).view(m, 64) for at, m in [(0, 8), (8, 24)]
+    ]
+    whole.copy_(torch.cat(one.weights))
+    for weights in ([whole[:8], whole[8:]], apart, [whole[:8], whole[8:]]):
+        one.weights = list(weights)
+        assert_close(linear.mixed_linear(*one.arguments([0, 0, 0])), one.exact())
+
+
 def wrong(one: Case, **changes: Any) -> tuple[Any, ...]:
     names = (
         "x",
