@@ -365,18 +365,33 @@ def _bytes(name: str, value: Any) -> int | None:
 def _operators(name: str, value: Any) -> tuple[str, ...]:
     rule = f"Option {name!r} must be a list of qualified operator names such as 'vllm::unified_attention'"
     if isinstance(value, str) or not isinstance(value, list | tuple):
-        nearest = [value] if isinstance(value, str) else []
+        nearest = [_nearest_operator(value)] if isinstance(value, str) or _is_operator(value) else []
         raise OptionError(f"{rule}, and it is {_found(value)}; the nearest is {nearest}.")
     for operator in value:
         if not isinstance(operator, str):
-            raise OptionError(f"{rule}, and {value!r} holds {_found(operator)}; the nearest is {str(operator)!r}.")
-        namespace, separator, rest = operator.partition("::")
-        if not (namespace and separator and rest):
-            # `torch.ops.vllm.unified_attention.default` and `vllm.unified_attention` are how people write it in Python.
-            words = operator.removeprefix("torch.ops.").replace("::", ".").strip(".").split(".")
-            nearest_name = "::".join((words[0], ".".join(words[1:]))) if len(words) > 1 else f"aten::{words[0]}"
-            raise OptionError(f"{rule}, and it holds {operator!r}; the nearest is {nearest_name!r}.")
+            nearest_name = _nearest_operator(operator)
+            raise OptionError(f"{rule}, and {value!r} holds {_found(operator)}; the nearest is {nearest_name!r}.")
+        if operator != _qualified(operator):
+            raise OptionError(f"{rule}, and it holds {operator!r}; the nearest is {_qualified(operator)!r}.")
     return tuple(dict.fromkeys(value))
+
+
+def _is_operator(value: Any) -> bool:
+    """Whether it is one of torch's, which is not imported here."""
+    return type(value).__name__.startswith("OpOverload")
+
+
+def _nearest_operator(value: Any) -> str:
+    return _qualified(str(value)) if isinstance(value, str) or _is_operator(value) else str(value)
+
+
+def _qualified(name: str) -> str:
+    """`name` as `namespace::operator`; in Python people write `torch.ops.vllm.unified_attention.default` as well."""
+    namespace, separator, rest = name.partition("::")
+    if namespace and separator and rest:
+        return name
+    words = name.removeprefix("torch.ops.").replace("::", ".").strip(".").split(".")
+    return "::".join((words[0], ".".join(words[1:]))) if len(words) > 1 else f"aten::{words[0]}"
 
 
 def _folder(name: str, value: Any) -> str | None:

@@ -11,6 +11,7 @@ import sys
 import warnings
 
 import pytest
+import torch
 
 from dsv4_compile.options import OptionError, Options, disabled
 
@@ -62,6 +63,8 @@ WRONG = [
     ({"capture_memory": 1.5e9}, "the float", "is 1500000000"),
     ({"capture_memory": "1GB"}, "the str '1GB'", "is None"),
     ({"split_ops": "vllm::unified_attention"}, "the str", "['vllm::unified_attention']"),
+    ({"split_ops": torch.ops.aten.mm}, "the OpOverloadPacket", "['aten::mm']"),
+    ({"split_ops": [torch.ops.aten.mm.default]}, "the OpOverload", "'aten::mm.default'"),
     ({"split_ops": ["vllm.unified_attention"]}, "'vllm.unified_attention'", "'vllm::unified_attention'"),
     ({"split_ops": ["torch.ops.vllm.mla.default"]}, "mla.default", "'vllm::mla.default'"),
     ({"split_ops": [3]}, "the int 3", "'3'"),

@@ -160,7 +160,12 @@ def check_scaled(x: Tensor, given: Scaled, weight: Tensor, bias: Tensor | None) 
     ):
         raise RuntimeError(
             f"Scales must be float32, one number each or [{rows}, 1] and [1, {features}], and they are "
-            f"{list(given.of_rows.shape)} and {list(given.of_weight.shape)}."
+            f"{list(given.of_rows.shape)} in {given.of_rows.dtype} and {list(given.of_weight.shape)} in "
+            f"{given.of_weight.dtype}."
+        )
+    if not given.dtype.is_floating_point:
+        raise RuntimeError(
+            f"The result of a float8 layer must be a floating-point number, and {given.dtype} was asked for."
         )
     if bias is not None and (bias.dtype != given.dtype or bias.shape != (features,)):
         raise RuntimeError(

@@ -347,6 +347,7 @@ def test_what_does_not_fit_is_an_error() -> None:
         ({"of_rows": [torch.ones(5, 1)]}, "Scales must be"),
         ({"of_weight": [torch.ones((), dtype=torch.float64)]}, "Scales must be"),
         ({"low_biases": [torch.ones(16)]}, "The bias must be"),
+        ({"dtype": torch.int32}, "must be a floating-point number"),
     ):
         with pytest.raises(RuntimeError, match=sentence):
             linear.mixed_linear(*wrong(one, **changes))
