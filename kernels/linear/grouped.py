@@ -20,7 +20,7 @@ from dsv4_compile.kernels.linear.products import FLOAT8, Scaled
 from dsv4_compile.kernels.linear.strategies import Low, Operand, Plan, Problem
 from dsv4_compile.kernels.linear.tuning import LIMITS
 
-__all__ = ["Group", "composed", "fake", "known_as", "run", "run_as", "run_plan"]
+__all__ = ["Group", "choose", "composed", "fake", "known_as", "run", "run_as", "run_plan"]
 
 _KEEP = 4096
 """Lists of weights that are remembered."""
@@ -112,6 +112,8 @@ def run_as(
     biases: list[Tensor | None],
     streams: list[int],
     wide: Sequence[bool] = (),
+    scaled: Sequence[Scaled] = (),
+    lows: tuple[Low, ...] = (),
 ) -> list[Tensor]:
     """The operator with the way `name` of `strategies.STRATEGIES`. For measurements and tests.
 
@@ -119,11 +121,11 @@ def run_as(
         RuntimeError: the weights do not lie as the way needs them to.
     """
     rows = products.rows_of(x)
-    problem = Group(weights).problem(rows, biases, streams, True, wide=tuple(wide))
+    problem = Group(weights).problem(rows, biases, streams, True, lows, tuple(wide))
     if strategies.STRATEGIES[name].gather is not None and not problem.aligned:
         raise RuntimeError(f"{name} needs weights of which every row is contiguous and begins at 16 bytes.")
     plan = strategies.plan_of(name, problem)
-    return run_plan(plan, plan.operands(weights), x, rows, weights, biases)
+    return run_plan(plan, plan.operands(weights), x, rows, weights, biases, scaled)
 
 
 def fake(
@@ -211,12 +213,26 @@ def _choose(
     pack: bool,
     wide: Sequence[bool],
 ) -> Plan:
-    """The plan for such a call, remembered if it is for good."""
     products.check(x, weights, biases)
     products.check_streams(weights, streams)
     products.check_wide(weights, wide)
+    return choose(group, key, rows, biases, streams, max_tokens, pack, wide)
+
+
+def choose(
+    group: Group,
+    key: tuple[Any, ...],
+    rows: Tensor,
+    biases: Sequence[Tensor | None],
+    streams: Sequence[int],
+    max_tokens: int,
+    pack: bool,
+    wide: Sequence[bool],
+    scaled: tuple[Low, ...] = (),
+) -> Plan:
+    """The plan for a call that has been checked, remembered if it is for good."""
     index = rows.device.index if rows.is_cuda else None
-    problem = group.problem(rows, biases, streams, pack, wide=tuple(wide))
+    problem = group.problem(rows, biases, streams, pack, scaled, tuple(wide))
     name, problem, settled = tuning.strategy(problem, rows.shape[0], max_tokens, index)
     plan = strategies.plan_of(name, problem)
     if settled:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dsv4_compile.kernels.linear import grouped, products, strategies, tuning
+from dsv4_compile.kernels.linear import grouped, products
 from dsv4_compile.kernels.linear.products import Scaled
 from dsv4_compile.kernels.linear.strategies import Low, Plan
 from dsv4_compile.kernels.linear.tuning import LIMITS
@@ -51,14 +51,8 @@ def run(
         known = group.plans.get(key)
         if known is not None:
             return known
-        index = rows.device.index if rows.is_cuda else None
         products.check_wide(weights, wide)
-        problem = group.problem(rows, all_biases, streams, pack, lows, tuple(wide))
-        name, problem, settled = tuning.strategy(problem, tokens, max_tokens, index)
-        plan = strategies.plan_of(name, problem)
-        if settled:
-            group.plans[key] = plan
-        return plan
+        return grouped.choose(group, key, rows, all_biases, streams, max_tokens, pack, wide, lows)
 
     plan = chosen(grouped.known_as(every))
     try:
@@ -79,17 +73,8 @@ def run_as(
     scaled: Sequence[Scaled],
     wide: Sequence[bool] = (),
 ) -> list[Tensor]:
-    """The operator with the way `name` of `strategies.STRATEGIES`, the float8 weights last. For measurements and tests.
-
-    Raises:
-        RuntimeError: the weights do not lie as the way needs them to.
-    """
-    rows = products.rows_of(x)
-    problem = grouped.Group(weights).problem(rows, biases, streams, True, _lows(scaled), tuple(wide))
-    if strategies.STRATEGIES[name].gather is not None and not problem.aligned:
-        raise RuntimeError(f"{name} needs weights of which every row is contiguous and begins at 16 bytes.")
-    plan = strategies.plan_of(name, problem)
-    return grouped.run_plan(plan, plan.operands(weights), x, rows, weights, biases, scaled)
+    """`grouped.run_as` with the float8 weights last."""
+    return grouped.run_as(name, x, list(weights), list(biases), list(streams), wide, scaled, _lows(scaled))
 
 
 def fake(
@@ -160,7 +145,9 @@ def _scaled(
     found = []
     for rows, of_rows, of_weight in zip(inputs, input_scales, weight_scales, strict=True):
         if rows.dim() == 2 and rows.stride(1) != 1:
-            rows = plain.setdefault(id(rows), rows.contiguous())
+            if id(rows) not in plain:
+                plain[id(rows)] = rows.contiguous()
+            rows = plain[id(rows)]
         found.append(Scaled(rows, _side_by_side(of_rows), _side_by_side(of_weight), dtype, fast))
     return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch.fx import Graph, Node
 
 import dsv4_compile
 from dsv4_compile.kernels import linear
-from dsv4_compile.kernels.linear import tuning
 from dsv4_compile.passes import float8, projections
 from tests.kernels.test_float8 import scales_rows_on_a_cpu, skip_unless_torch_scales_rows
 from tests.passes.test_projections import names, run
@@ -21,14 +20,7 @@ from tests.passes.test_projections import names, run
 FLOAT8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 
 
-@pytest.fixture(autouse=True)
-def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The pass takes every group for one on a CUDA device."""
-    monkeypatch.setattr(projections, "_device_type", lambda group: "cuda")
-    monkeypatch.setenv("DSV4_MEASURE", "1")
-    tuning.forget()
-    yield
-    tuning.forget()
+pytestmark = pytest.mark.usefixtures("as_on_cuda")
 
 
 def by_tensor(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -20,15 +19,7 @@ from dsv4_compile.passes import projections
 from dsv4_compile.passes.sites import PassResult, ProjectionGroup
 from tests.passes.test_projections import Chains, Linears, Odd, names, run
 
-
-@pytest.fixture(autouse=True)
-def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The pass takes every group for one on a CUDA device."""
-    monkeypatch.setattr(projections, "_device_type", lambda group: "cuda")
-    monkeypatch.setenv("DSV4_MEASURE", "1")
-    tuning.forget()
-    yield
-    tuning.forget()
+pytestmark = pytest.mark.usefixtures("as_on_cuda")
 
 
 class Mixed(nn.Module):
