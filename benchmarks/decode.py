@@ -4,16 +4,22 @@
     PYTHONPATH=. python benchmarks/decode.py --tiny --steps 12           # on a CPU: does it run
 
 The model is that of benchmarks/model.py: Flash's widths, four layers, bfloat16, random weights. Each cell is a process.
-It fills the cache of transformers with a prompt, eagerly, and then feeds token by token, each step timed by the host's
-clock between two waits for the device. `dsv4-static` goes on with `StaticDeepseekV4Cache`. Of the cache of transformers
-Dynamo makes a graph for each phase, so compilations and recordings happen in the middle. Reported are
+It fills the cache of transformers with a prompt, eagerly, and then feeds token by token; `dsv4-static` goes on with
+`StaticDeepseekV4Cache`. Of the cache of transformers Dynamo makes a graph for each phase, so the first `--first` steps
+are compilations; all cells take theirs beside each other. Then the cells measure in turns, nothing else running:
+`--steps` further steps, each timed by the host's clock between two waits for the device. What is compiled or recorded
+in these counts. Reported are
 
-- `tokens_per_s`: from step `--skip` to the end, everything counted, compilations and recordings as well;
-- `steady_ms`: the median step of those;
+- `tokens_per_s` of the measured steps, everything counted;
+- `steady_ms`: the median step of those; `host_ms`: the median time until the call returned, without the wait behind it;
 - `slow_steps`: how many took more than ten times the median (a compilation or a recording), and their `slow_s`;
-- `slow`: those and the ones before `--skip`, each with its seconds;
-- `same`: whether the greedy tokens of the steps are those of the first column (bfloat16: rounding may part them);
+- `first_s`: seconds of the first steps, and `first_slow`, those of them that took more than a second; `prompt_s`, at
+  batch 1 and where the cache is that of transformers: of a prompt through the compiled model, before those;
+- `same`: how many rows of greedy tokens, all steps, are those of the first column (bfloat16: rounding may part them);
 - for this backend `graphs`, `captured` and `compiled` pieces of the last one, `replays` and `bytes`.
+
+Inductor's CUDA graphs overwrite what a call returned before, the cache too; where PyTorch refuses to go on because of
+it, the cell starts again and clones the cache after each step (`cloned`), as its error advises.
 """
 
 from __future__ import annotations
@@ -22,13 +28,14 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from parts import Part, say  # beside this script
 
 from dsv4_compile.cli import output
 
@@ -42,64 +49,118 @@ COLUMNS: dict[str, dict[str, Any]] = {
     "dsv4-static": {"backend": "dsv4", "options": {"cudagraphs": "full"}},
 }
 PROMPT = 1000
+LOCK = Path(tempfile.gettempdir(), "dsv4-decode.lock")
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """One cell, in this process."""
-    from random_model import FLASH, TINY, random_model
-    from transformers import DynamicCache
+class Generation:
+    """A model behind a prompt, in this process, that goes on step by step."""
 
+    def __init__(self, arguments: argparse.Namespace, clones: bool) -> None:
+        from filelock import FileLock
+        from random_model import FLASH, TINY, random_model
+        from transformers import DynamicCache
+
+        from dsv4_compile.huggingface import ATTENTION, StaticDeepseekV4Cache
+
+        tiny, batch = arguments.tiny, int(arguments.batch)
+        layers = ("sliding", "csa") if tiny else ("sliding", "csa", "hca", "csa")
+        kind = ("cpu", torch.float32) if tiny else ("cuda", torch.bfloat16)
+        model = random_model(TINY if tiny else FLASH, layers, *kind)
+        shape = (batch, 40 if tiny else PROMPT)
+        ids = torch.randint(0, model.config.vocab_size, shape, generator=torch.Generator().manual_seed(1)).to(kind[0])
+        cache: Any = DynamicCache(config=model.config)
+        with torch.no_grad(), FileLock(LOCK):  # a long prompt of many rows takes tens of gigabytes for a moment
+            logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            self.token = logits[:, -1].argmax(-1, keepdim=True)
+            del logits
+            torch.cuda.empty_cache()
+        if arguments.column == "dsv4-static":
+            cache = StaticDeepseekV4Cache.of(cache, model, shape[1] + arguments.first + arguments.steps)
+            model.set_attn_implementation(ATTENTION)
+        model.compile(**COLUMNS[arguments.column])
+        self.model, self.cache, self.clones = model, cache, clones
+        self.tokens: list[list[int]] = []
+        self.prompt_s: float | None = None
+        if batch == 1 and arguments.column != "dsv4-static":  # its results round otherwise, so they are not used
+            with torch.no_grad():
+                start = time.perf_counter()
+                model(
+                    input_ids=ids, past_key_values=DynamicCache(config=model.config), use_cache=True, logits_to_keep=1
+                )
+                _wait()
+                self.prompt_s = time.perf_counter() - start
+
+    def steps(self, number: int, limit: float) -> list[tuple[float, float]]:
+        """Seconds of each step, and until its call had returned; ends after `limit` seconds."""
+        times = []
+        began = time.perf_counter()
+        with torch.no_grad():
+            while len(times) < number and time.perf_counter() - began < limit:
+                _wait()
+                start = time.perf_counter()
+                out = self.model(input_ids=self.token, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+                self.token = out.logits[:, -1].argmax(-1, keepdim=True)
+                if self.clones:
+                    self._clone()
+                returned = time.perf_counter()
+                _wait()
+                times.append((time.perf_counter() - start, returned - start))
+                if times[-1][0] > 1:
+                    print(f"step {len(self.tokens)}: {times[-1][0]:.1f} s", flush=True)
+                self.tokens.append(self.token.flatten().tolist())
+        return times
+
+    def _clone(self) -> None:
+        """Gives every tensor of the cache memory of its own."""
+        copies: dict[int, torch.Tensor] = {}  # one object stays one: Dynamo guards on it
+        for layer in self.cache.layers:
+            for names in (vars(layer), *(value for value in vars(layer).values() if isinstance(value, dict))):
+                for name, value in names.items():
+                    if isinstance(value, torch.Tensor):
+                        names[name] = copies.setdefault(id(value), value.clone())
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """One cell, in this process: says when it is ready, and what it measured when it is asked."""
     from dsv4_compile.backend import dsv4
-    from dsv4_compile.huggingface import ATTENTION, StaticDeepseekV4Cache
 
     if "dsv4" not in torch._dynamo.list_backends():  # a checkout that is not installed
         torch._dynamo.register_backend(dsv4, name="dsv4")
     torch._dynamo.config.recompile_limit = 256
-    device = "cpu" if arguments.tiny else "cuda"
-    layers = ("sliding", "csa") if arguments.tiny else ("sliding", "csa", "hca", "csa")
-    dtype = torch.float32 if arguments.tiny else torch.bfloat16
-    model = random_model(TINY if arguments.tiny else FLASH, layers, device, dtype)
-    generator = torch.Generator().manual_seed(1)
-    shape = (int(arguments.batch), 40 if arguments.tiny else PROMPT)
-    ids = torch.randint(0, model.config.vocab_size, shape, generator=generator).to(device)
-    cache = DynamicCache(config=model.config)
-    with torch.no_grad():
-        logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-        if arguments.column == "dsv4-static":
-            cache = StaticDeepseekV4Cache.of(cache, model, shape[1] + arguments.steps)
-            model.set_attn_implementation(ATTENTION)
-        model.compile(**COLUMNS[arguments.column])
-        return _decode(model, cache, logits[:, -1].argmax(-1, keepdim=True), arguments)
-
-
-def _decode(model: Any, cache: Any, token: torch.Tensor, arguments: argparse.Namespace) -> dict[str, Any]:
-    seconds, tokens = [], []
-    began = time.perf_counter()
-    for _ in range(arguments.steps):
-        torch.compiler.cudagraph_mark_step_begin()
-        _wait()
-        start = time.perf_counter()
-        logits = model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-        token = logits[:, -1].argmax(-1, keepdim=True)
-        _wait()
-        seconds.append(time.perf_counter() - start)
-        tokens.append(token.flatten().tolist())
-        if time.perf_counter() - began > arguments.limit:
-            break
-    timed = seconds[arguments.skip :] or seconds
-    median = statistics.median(timed)
-    slow = [s for s in timed if s > 10 * median]
-    result = {
-        "steps": len(seconds),
-        "tokens_per_s": len(timed) * int(arguments.batch) / sum(timed),
-        "steady_ms": 1e3 * median,
-        "slow_steps": len(slow),
-        "slow_s": sum(slow),
-        "first_s": sum(seconds[: arguments.skip]),
-        "slow": {str(i): round(s, 2) for i, s in enumerate(seconds) if s > 10 * median},
-        "tokens": tokens,
-    }
-    return result | (_report() if arguments.column.startswith("dsv4") else {})
+    generation = Generation(arguments, clones=False)
+    try:
+        first = generation.steps(arguments.first, arguments.limit)
+    except RuntimeError as error:
+        if arguments.column != "inductor-ro" or "overwritten" not in str(error):
+            raise
+        print(error)
+        generation = Generation(arguments, clones=True)
+        first = generation.steps(arguments.first, arguments.limit)
+    seconds = [s for s, _ in first]
+    say(
+        {
+            "prompt_s": generation.prompt_s,
+            "first": len(first),
+            "first_s": sum(seconds),
+            "first_slow": {str(i): round(s, 2) for i, s in enumerate(seconds) if s > 1},
+            **({"cloned": True} if generation.clones else {}),
+        }
+    )
+    for _ in sys.stdin:
+        timed = generation.steps(arguments.steps, arguments.limit)
+        seconds = [s for s, _ in timed]
+        median = statistics.median(seconds)
+        slow = [s for s in seconds if s > 10 * median]
+        result = {
+            "steps": len(seconds),
+            "tokens_per_s": len(seconds) * int(arguments.batch) / sum(seconds),
+            "steady_ms": 1e3 * median,
+            "host_ms": 1e3 * statistics.median(host for _, host in timed),
+            "slow_steps": len(slow),
+            "slow_s": sum(slow),
+            "tokens": generation.tokens,
+        }
+        say(result | (_report() if arguments.column.startswith("dsv4") else {}))
 
 
 def _wait() -> None:
@@ -129,54 +190,75 @@ def environment() -> dict[str, str]:
     return {"card": card, "torch": torch.__version__, "transformers": transformers.__version__}
 
 
-def in_a_process(column: str, batch: int, arguments: argparse.Namespace) -> dict[str, Any]:
+def launched(column: str, batch: int, arguments: argparse.Namespace, folder: str) -> Part:
+    """A cell, before it has compiled, with caches of its own."""
     command = [sys.executable, __file__, "--column", column, "--batch", str(batch), "--steps", str(arguments.steps)]
-    command += ["--skip", str(arguments.skip), "--limit", str(arguments.limit), *["--tiny"] * arguments.tiny]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        return {"error": f"the process ended with {done.returncode}"}
-    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return result
+    command += ["--first", str(arguments.first), "--limit", str(arguments.limit), *["--tiny"] * arguments.tiny]
+    name = f"decode-{batch}-{column}"
+    own = {"TORCHINDUCTOR_CACHE_DIR": str(Path(folder, name)), "TRITON_CACHE_DIR": str(Path(folder, name, "triton"))}
+    return Part(name, command, Path(arguments.out or folder, f"{name}.log"), own)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--columns", type=lambda text: text.split(","), default=list(COLUMNS))
     parser.add_argument("--batch", default="1,32", help="comma-separated")
+    parser.add_argument("--first", type=int, default=64, help="steps that compile, before what is measured")
     parser.add_argument("--steps", type=int, default=256)
-    parser.add_argument("--skip", type=int, default=20, help="first steps that do not count")
-    parser.add_argument("--limit", type=float, default=600, help="seconds after which a cell ends, whatever its steps")
+    parser.add_argument("--limit", type=float, default=3000, help="seconds after which a cell goes on with fewer steps")
     parser.add_argument("--json", type=Path, help="file for the results; $OUT/decode.json when OUT is set")
+    parser.add_argument("--out", type=Path, help="folder of the logs, one of each cell; none are kept without it")
     parser.add_argument("--tiny", action="store_true", help="a small model on the CPU, to see whether this runs")
     parser.add_argument("--column", choices=list(COLUMNS), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.column:
-        print(json.dumps(measure(arguments)))
+        measure(arguments)
         return
     if not (arguments.tiny or torch.cuda.is_available()):
         raise SystemExit("There is no CUDA device; --tiny runs a small model on the CPU.")
     path = arguments.json or (Path(os.environ["OUT"]) / "decode.json" if "OUT" in os.environ else None)
-    rows: dict[str, Any] = {}
-    for batch in map(int, arguments.batch.split(",")):
-        row: dict[str, Any] = {}
-        rows[f"batch {batch}"] = row
-        first: list[Any] | None = None
-        for column in arguments.columns:
-            cell = row[column] = in_a_process(column, batch, arguments)
-            tokens = cell.pop("tokens", None)
-            first = first or tokens
-            if tokens and first:
-                cell["same"] = all(a == b for a, b in zip(tokens, first, strict=False))
-            print(f"batch {batch} {column}: {cell}", flush=True)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        cells = {
+            (batch, column): launched(column, batch, arguments, folder)
+            for batch in map(int, arguments.batch.split(","))
+            for column in arguments.columns
+        }
+        try:
+            rows = measured(cells, arguments, path)
+        finally:
+            for part in cells.values():
+                part.close()
+    show(rows)
+
+
+def measured(cells: dict[tuple[int, str], Part], arguments: argparse.Namespace, path: Path | None) -> dict[str, Any]:
+    """What the cells say, written whenever there is more."""
+    rows: dict[str, dict[str, Any]] = {}
+    reference: dict[int, list[list[int]]] = {}
+    patience = 2 * arguments.limit + 600
+    for phase in ("first", "steps"):
+        for (batch, column), part in cells.items():
+            found = part.next(patience) if phase == "first" else part.ask("steps", patience)
+            if tokens := found.pop("tokens", None):
+                found["same"] = _same_rows(tokens, reference.setdefault(batch, tokens))
+            cell = rows.setdefault(f"batch {batch}", {}).setdefault(column, {})
+            cell |= found | ({"error": part.failed} if part.failed else {})
+            print(f"batch {batch} {column}: {found or cell}", flush=True)
             if path is not None:
                 text = {"environment": environment(), "method": "see benchmarks/decode.py", "rows": rows}
                 path.write_text(json.dumps(text, indent=1) + "\n")
-    show(rows)
+    return rows
+
+
+def _same_rows(a: list[list[int]], b: list[list[int]]) -> str:
+    """How many sequences have the same tokens in both, which hold them by steps."""
+    pairs = list(zip(zip(*a, strict=True), zip(*b, strict=True), strict=True))
+    return f"{sum(p[: len(q)] == q[: len(p)] for p, q in pairs)} of {len(pairs)}"
 
 
 def show(rows: dict[str, Any]) -> None:
     """The cells as a table."""
-    names = ("tokens_per_s", "steady_ms", "slow_steps", "slow_s", "same", "graphs", "replays")
+    names = ("tokens_per_s", "steady_ms", "host_ms", "slow_steps", "slow_s", "first_s", "same", "graphs", "replays")
     body = [
         (row, column, *(_text(cell.get(name)) for name in names))
         for row, cells in rows.items()

@@ -7,7 +7,7 @@
 What is measured, for batches of 1, 8 and 32 prompts of 64 tokens, greedy, random weights, mode 3 with CUDA graphs:
 
 - `ms`: time per output token, of a whole batch: the difference between generating many tokens and few, over the
-  difference of the numbers; median of several.
+  difference of the numbers; median of several rounds, in which the variants take turns.
 - `mhc_us`, `kernel_us`: time of the kernels of mHC, and of all kernels, in one step of decoding, from a profile.
 - `replay`: vLLM's fused operator and ours on the same inputs, in turns, from replays of a CUDA graph.
 - `tokens`: how many rows are the same with the pass and without it. Both round, in other places; where two rows part,
@@ -23,24 +23,20 @@ they lack.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import queue
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from vllm_models import MODELS, TINY  # beside this script
-from vllm_part import LINE
+from parts import Part  # beside this script
+from vllm_models import MODELS, TINY
 
-VARIANTS = ("vllm", "dsv4")
+VARIANTS, ROUNDS = ("vllm", "dsv4"), 15
 KEPT_ROWS, KEPT_TOKENS = 2, 24  # of each variant in the results
 OWN_CACHES = (
     "VLLM_CACHE_ROOT",
@@ -50,72 +46,6 @@ OWN_CACHES = (
     "DG_JIT_CACHE_DIR",
     "XDG_CACHE_HOME",
 )
-
-
-class Part:
-    """A process of `vllm_part.py`. Its log is `vllm_engine-NAME.log` in the folder `out`."""
-
-    def __init__(self, model: str, part: str, number: int, folder: str, args: argparse.Namespace) -> None:
-        self.model, self.part, self.name = model, part, f"{model} {part}"
-        self.failed = ""
-        self.begun = time.monotonic()
-        self.results: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        own = {variable: str(Path(folder, f"{part}-{variable.lower()}")) for variable in OWN_CACHES}
-        script = str(Path(__file__).with_name("vllm_part.py"))
-        self.log = Path(args.out, f"vllm_engine-{model}-{part}.log")
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        self.log.unlink(missing_ok=True)
-        self.process = subprocess.Popen(
-            [sys.executable, script, part, folder, "--batches", args.batches],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log.open("a"),
-            env=os.environ | own | {"VLLM_PORT": str(21000 + 500 * number)},
-            text=True,
-        )
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        with self.log.open("a") as log:
-            for line in self.process.stdout:
-                log.write(line)
-                log.flush()
-                if line.startswith(LINE):
-                    self.results.put(json.loads(line.removeprefix(LINE)))
-        self.results.put(None)
-
-    def ask(self, what: str, number: int, seconds: float) -> dict[str, Any]:
-        """What it measures for a batch of `number`, "time" or "profile"; empty where it failed."""
-        if self.failed:
-            return {}
-        assert self.process.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended, which `next` reports
-            print(what, number, file=self.process.stdin, flush=True)
-        return self.next(seconds)
-
-    def next(self, seconds: float) -> dict[str, Any]:
-        """The next result; empty where it failed or none comes in time, and then the process is ended."""
-        try:
-            found = self.results.get(timeout=max(0.0, seconds))
-        except queue.Empty:
-            found, why = None, "ran out of time"
-        else:
-            why = f"ended: {self._error()}"
-        if found is None:
-            self.close()
-            self.failed = f"after {time.monotonic() - self.begun:.0f} s it {why}"
-        return found or {}
-
-    def _error(self) -> str:
-        """The last line of its log that names an error."""
-        lines = self.log.read_text(errors="replace").splitlines()
-        errors = [line.strip() for line in lines if "rror" in line and "WARNING" not in line]
-        return (errors or ["no error in its log"])[-1][-300:]
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
 
 
 def main() -> None:
@@ -141,7 +71,7 @@ def main() -> None:
     print(table(data))
 
 
-def launched(args: argparse.Namespace, folder: str) -> list[Part]:
+def launched(args: argparse.Namespace, folder: str) -> list[EnginePart]:
     """Every part, before it has started."""
     wanted = []
     for model in args.models.split(","):
@@ -149,38 +79,60 @@ def launched(args: argparse.Namespace, folder: str) -> list[Part]:
         own.mkdir(parents=True, exist_ok=True)
         (own / "config.json").write_text(json.dumps(MODELS[model] | (TINY[model] if args.tiny else {})))
         is_replayed = model == "deepseek_v4" and not args.no_replay
-        wanted += [(model, part, str(own)) for part in (*args.variants.split(","), *["replay"] * is_replayed)]
-    return [Part(model, part, i, own, args) for i, (model, part, own) in enumerate(wanted)]
+        wanted += [(model, kind, str(own)) for kind in (*args.variants.split(","), *["replay"] * is_replayed)]
+    return [EnginePart(model, kind, i, own, args) for i, (model, kind, own) in enumerate(wanted)]
 
 
-def measured(parts: list[Part], args: argparse.Namespace) -> dict[str, Any]:
+class EnginePart(Part):
+    """A process of `vllm_part.py`, with caches of its own. Its log is `vllm_engine-MODEL-KIND.log` in `--out`."""
+
+    def __init__(self, model: str, kind: str, number: int, folder: str, args: argparse.Namespace) -> None:
+        self.model, self.kind = model, kind
+        own = {variable: str(Path(folder, f"{kind}-{variable.lower()}")) for variable in OWN_CACHES}
+        script = str(Path(__file__).with_name("vllm_part.py"))
+        command = [sys.executable, script, kind, folder, "--batches", args.batches]
+        log = Path(args.out, f"vllm_engine-{model}-{kind}.log")
+        super().__init__(f"{model} {kind}", command, log, own | {"VLLM_PORT": str(21000 + 500 * number)})
+
+
+def measured(parts: list[EnginePart], args: argparse.Namespace) -> dict[str, Any]:
     """The results, of one part after the other, written whenever there are more."""
     batches = [int(b) for b in args.batches.split(",")]
     data: dict[str, Any] = {"environment": {}, "method": "see benchmarks/vllm_engine.py", "starts": {}}
     data |= {"rows": {}, "tokens": {}, "replay": {}, "failed": {}}
     begun = time.monotonic()
 
-    def take(kind: str, name: str, part: Part, found: dict[str, Any]) -> None:
+    def take(table: str, name: str, part: EnginePart, found: dict[str, Any]) -> None:
         if found:
-            data[kind].setdefault(name, {}).setdefault(part.part, {}).update(found)
+            data[table].setdefault(name, {}).setdefault(part.kind, {}).update(found)
         if part.failed:
             data["failed"][part.name] = part.failed
         save(data, args)
         words = part.failed or ", ".join(
             f"{key} {value:.4g}" for key, value in found.items() if isinstance(value, float)
         )
-        print(f"{time.monotonic() - begun:4.0f} s: {name}, {part.part}: {words}", file=sys.stderr, flush=True)
+        print(f"{time.monotonic() - begun:4.0f} s: {name}, {part.kind}: {words}", file=sys.stderr, flush=True)
 
     for part in parts:
         take("starts", part.model, part, part.next(begun + args.start - time.monotonic()))
     data["environment"] = environment()
-    for what in ("time", "profile"):  # the profiler may leave something behind
-        for batch in batches:
-            for part in parts:
-                if part.part != "replay":
-                    take("rows", f"{part.model} batch {batch}", part, part.ask(what, batch, args.timeout))
-                elif what == "time":
-                    take("replay", str(batch), part, part.ask(what, batch, args.timeout))
+    engines = [part for part in parts if part.kind != "replay"]
+    for batch in batches:
+        for part in parts:
+            table = "rows" if part in engines else "replay"
+            name = f"{part.model} batch {batch}" if part in engines else str(batch)
+            take(table, name, part, part.ask(f"first {batch}", args.timeout))
+        rounds: dict[str, list[float]] = {part.name: [] for part in engines}
+        for _ in range(ROUNDS):
+            for part in engines:
+                rounds[part.name] += part.ask(f"time {batch}", args.timeout).values()
+        for part in engines:
+            if times := rounds[part.name]:
+                found = {"ms": statistics.median(times), "ms_all": times}
+                take("rows", f"{part.model} batch {batch}", part, found)
+    for batch in batches:  # last, because the profiler may leave something behind
+        for part in engines:
+            take("rows", f"{part.model} batch {batch}", part, part.ask(f"profile {batch}", args.timeout))
     return data
 
 
@@ -201,10 +153,10 @@ def save(data: dict[str, Any], args: argparse.Namespace) -> None:
     """Writes the results; of the tokens only how many are the same, and the first of them."""
     kept = json.loads(json.dumps(data))
     for name, cells in kept["rows"].items():
-        if set(VARIANTS) <= set(cells):
+        if set(VARIANTS) <= {variant for variant, cell in cells.items() if "best" in cell}:
             data["tokens"][name] = kept["tokens"][name] = compared(*(cells[variant] for variant in VARIANTS))
         for cell in cells.values():
-            del cell["best"]
+            cell.pop("best", None)
             cell["rows"] = [row[:KEPT_TOKENS] for row in cell["rows"][:KEPT_ROWS]]
     path = args.json or Path(args.out, "vllm_engine.json")
     path.write_text(json.dumps(kept, indent=1) + "\n")

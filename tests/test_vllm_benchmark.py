@@ -16,6 +16,7 @@ PART = """
 import json, sys
 def say(result): print("RESULT " + json.dumps(result), flush=True)
 part = sys.argv[1]
+asked = 0
 print("a line of its log")
 if part == "dsv4" and "qwen" in sys.argv[2]:
     sys.exit("ValueError: it cannot start")
@@ -24,8 +25,11 @@ for line in sys.stdin:
     what, number = line.split()
     if part == "replay":
         say({"microseconds": {"vllm": 24.0, "dsv4": 6.0}, "relative_difference": {"row": 0.001}})
+    elif what == "first":
+        say({"rows": [list(range(30))] * int(number), "best": [[[-1.0, -2.0]] * 30] * int(number)})
     elif what == "time":
-        say({"ms": 3.0, "rows": [list(range(30))] * int(number), "best": [[[-1.0, -2.0]] * 30] * int(number)})
+        asked += 1
+        say({"ms": 3.0 if asked % 5 else 30.0})
     else:
         say({"mhc_us": 5.0, "kernel_us": 50.0})
 """
@@ -48,6 +52,7 @@ def test_a_part_that_fails_costs_its_own_numbers(benchmark, tmp_path, monkeypatc
     assert set(found["rows"]["deepseek_v4 batch 4"]) == {"vllm", "dsv4"}
     cell = found["rows"]["deepseek_v4 batch 4"]["dsv4"]
     assert len(cell["rows"]) == 2 and len(cell["rows"][0]) == 24 and "best" not in cell and cell["mhc_us"] == 5.0
+    assert len(cell["ms_all"]) == 15 and set(cell["ms_all"]) == {3.0, 30.0}
     assert found["tokens"]["deepseek_v4 batch 4"]["same_rows"] == 4
     assert found["replay"]["4"]["replay"]["microseconds"]["dsv4"] == 6.0
     assert "| deepseek_v4 batch 4 | 3.000, 3.000 | 5.0, 5.0 | 50, 50 | 4 of 4 |" in capsys.readouterr().out
