@@ -18,8 +18,8 @@ in these counts. Reported are
 - `same`: how many rows of greedy tokens, all steps, are those of the first column (bfloat16: rounding may part them);
 - for this backend `graphs`, `captured` and `compiled` pieces of the last one, `replays` and `bytes`.
 
-Inductor's CUDA graphs overwrite what a call returned before, the cache too; where PyTorch refuses to go on because of
-it, the cell starts again and clones the cache after each step (`cloned`), as its error advises.
+Inductor's CUDA graphs overwrite what a call returned before, the cache too. Where PyTorch refuses to go on because of
+it, the cell starts again, in a fresh process, and clones the cache after each step (`cloned`), as its error advises.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ LOCK = Path(tempfile.gettempdir(), "dsv4-decode.lock")
 class Generation:
     """A model behind a prompt, in this process, that goes on step by step."""
 
-    def __init__(self, arguments: argparse.Namespace, clones: bool) -> None:
+    def __init__(self, arguments: argparse.Namespace) -> None:
         from filelock import FileLock
         from random_model import FLASH, TINY, random_model
         from transformers import DynamicCache
@@ -78,7 +78,7 @@ class Generation:
             cache = StaticDeepseekV4Cache.of(cache, model, shape[1] + arguments.first + arguments.steps)
             model.set_attn_implementation(ATTENTION)
         model.compile(**COLUMNS[arguments.column])
-        self.model, self.cache, self.clones = model, cache, clones
+        self.model, self.cache, self.clones = model, cache, arguments.clones
         self.tokens: list[list[int]] = []
         self.prompt_s: float | None = None
         if batch == 1 and arguments.column != "dsv4-static":  # its results round otherwise, so they are not used
@@ -127,15 +127,14 @@ def measure(arguments: argparse.Namespace) -> None:
     if "dsv4" not in torch._dynamo.list_backends():  # a checkout that is not installed
         torch._dynamo.register_backend(dsv4, name="dsv4")
     torch._dynamo.config.recompile_limit = 256
-    generation = Generation(arguments, clones=False)
+    generation = Generation(arguments)
     try:
         first = generation.steps(arguments.first, arguments.limit)
     except RuntimeError as error:
-        if arguments.column != "inductor-ro" or "overwritten" not in str(error):
+        if arguments.clones or arguments.column != "inductor-ro" or "overwritten" not in str(error):
             raise
-        print(error)
-        generation = Generation(arguments, clones=True)
-        first = generation.steps(arguments.first, arguments.limit)
+        print(error, flush=True)
+        os.execv(sys.executable, [sys.executable, *sys.argv, "--clones"])
     seconds = [s for s, _ in first]
     say(
         {
@@ -143,7 +142,7 @@ def measure(arguments: argparse.Namespace) -> None:
             "first": len(first),
             "first_s": sum(seconds),
             "first_slow": {str(i): round(s, 2) for i, s in enumerate(seconds) if s > 1},
-            **({"cloned": True} if generation.clones else {}),
+            **({"cloned": True} if arguments.clones else {}),
         }
     )
     for _ in sys.stdin:
@@ -210,6 +209,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder of the logs, one of each cell; none are kept without it")
     parser.add_argument("--tiny", action="store_true", help="a small model on the CPU, to see whether this runs")
     parser.add_argument("--column", choices=list(COLUMNS), help=argparse.SUPPRESS)
+    parser.add_argument("--clones", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.column:
         measure(arguments)

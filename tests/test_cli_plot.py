@@ -27,6 +27,7 @@ DATA: dict[str, Any] = {
     "model": {"model": "tiny", "rows": {"decode-1": {"eager": {"ms": 2.0}, "dsv4": {"ms": 1.0}}}},
     "compile-time": {"rows": {"layers/4": {"inductor": {"seconds": 9.0}, "dsv4": {"seconds": 8.0}}}},
     "decode": {"rows": {"batch 1": {"dsv4": {"tokens_per_s": 90.0, "steady_ms": 9.0}, "inductor": {"error": "no"}}}},
+    "replay": {"rows": {"host": {"call": 9.0, "bare": 5.0, "cuts": 2.0}, "memory": {"all": 3, "largest": 2}}},
     "vllm-engine": {
         "rows": {"qwen3_next batch 8": {"vllm": {"ms": 3.0, "kernel_us": 900.0}, "dsv4": {"ms": 2.0, "mhc_us": 0.0}}},
         "starts": {"qwen3_next": {"vllm": {"compile_seconds": 9.0}}, "deepseek_v4": {"replay": {"start_seconds": 1.0}}},

@@ -107,7 +107,7 @@ def test_bench_names_the_benchmarks_there_are():
     assert "there are projections, mhc, model, compile-time, dump" in done.stderr
 
 
-@pytest.mark.parametrize("name", ["projections", "mhc", "model", "compile-time", "dump", "decode"])
+@pytest.mark.parametrize("name", ["projections", "mhc", "model", "compile-time", "dump", "decode", "replay"])
 def test_bench_hands_arguments_to_the_benchmark(name):
     done = command("bench", name, "--help")
     assert done.returncode == 0, done.stderr

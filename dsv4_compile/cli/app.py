@@ -322,7 +322,7 @@ def _bench(
         str,
         typer.Argument(
             metavar="NAME",
-            help="projections, mhc, model, compile-time, dump or decode.",
+            help="projections, mhc, model, compile-time, dump, decode, replay or vllm-engine.",
             autocompletion=_benchmark_names,
         ),
     ],

@@ -27,6 +27,7 @@ NAMES = {
     "compile-time": "compile_time",
     "dump": "dump",
     "decode": "decode",
+    "replay": "replay",
     "vllm-engine": "vllm_engine",
 }
 """Benchmarks by name, and their files."""

@@ -200,7 +200,20 @@ def _compile_time(data: Any) -> list[Panel]:
 
 def _decode(data: Any) -> list[Panel]:
     speed = _cells(data, "tokens_per_s", "tokens a second", "a generation, compilations counted")
-    return [*speed, *_cells(data, "steady_ms", "milliseconds a step, median", "one step")]
+    step = _cells(data, "steady_ms", "milliseconds a step, median", "one step")
+    return [*speed, *step, *_cells(data, "first_s", "seconds", "the first steps, with empty caches")]
+
+
+def _replay(data: Any) -> list[Panel]:
+    """Rows "host" and "memory", each with its numbers."""
+    host, memory = Panel("the host, one call", "microseconds, median"), Panel("graphs of all sizes", "bytes")
+    for panel, row, names in (
+        (host, "host", ("call", "bare", "cuts")),
+        (memory, "memory", ("all", "largest")),
+    ):
+        for name in names:
+            panel.add(name, row, data["rows"][row].get(name))
+    return [host, memory]
 
 
 def _dump(data: Mapping[str, Any]) -> list[Panel]:
@@ -234,5 +247,6 @@ _READERS: dict[str, Callable[[Any], list[Panel]]] = {
     "compile-time": _compile_time,
     "dump": _dump,
     "decode": _decode,
+    "replay": _replay,
     "vllm-engine": _vllm_engine,
 }
