@@ -12,6 +12,7 @@ in these counts. Reported are
 
 - `tokens_per_s` of the measured steps, everything counted;
 - `steady_ms`: the median step of those; `host_ms`: the median time until the call returned, without the wait behind it;
+- `unwaited_ms`: time of a step when as many again follow each other without a wait in between;
 - `slow_steps`: how many took more than ten times the median (a compilation or a recording), and their `slow_s`;
 - `first_s`: seconds of the first steps, and `first_slow`, those of them that took more than a second; `prompt_s`, at
   batch 1 and where the cache is that of transformers: of a prompt through the compiled model, before those;
@@ -75,7 +76,7 @@ class Generation:
             del logits
             torch.cuda.empty_cache()
         if arguments.column == "dsv4-static":
-            cache = StaticDeepseekV4Cache.of(cache, model, shape[1] + arguments.first + arguments.steps)
+            cache = StaticDeepseekV4Cache.of(cache, model, shape[1] + arguments.first + 2 * arguments.steps)
             model.set_attn_implementation(ATTENTION)
         model.compile(**COLUMNS[arguments.column])
         self.model, self.cache, self.clones = model, cache, arguments.clones
@@ -98,10 +99,7 @@ class Generation:
             while len(times) < number and time.perf_counter() - began < limit:
                 _wait()
                 start = time.perf_counter()
-                out = self.model(input_ids=self.token, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-                self.token = out.logits[:, -1].argmax(-1, keepdim=True)
-                if self.clones:
-                    self._clone()
+                self._step()
                 returned = time.perf_counter()
                 _wait()
                 times.append((time.perf_counter() - start, returned - start))
@@ -109,6 +107,22 @@ class Generation:
                     print(f"step {len(self.tokens)}: {times[-1][0]:.1f} s", flush=True)
                 self.tokens.append(self.token.flatten().tolist())
         return times
+
+    def unwaited(self, number: int) -> float:
+        """Seconds of a step."""
+        _wait()
+        start = time.perf_counter()
+        with torch.no_grad():
+            for _ in range(number):
+                self._step()
+        _wait()
+        return (time.perf_counter() - start) / number
+
+    def _step(self) -> None:
+        out = self.model(input_ids=self.token, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self.token = out.logits[:, -1].argmax(-1, keepdim=True)
+        if self.clones:
+            self._clone()
 
     def _clone(self) -> None:
         """Gives every tensor of the cache memory of its own."""
@@ -158,6 +172,7 @@ def measure(arguments: argparse.Namespace) -> None:
             "slow_steps": len(slow),
             "slow_s": sum(slow),
             "tokens": generation.tokens,
+            "unwaited_ms": 1e3 * generation.unwaited(arguments.steps),
         }
         say(result | (_report() if arguments.column.startswith("dsv4") else {}))
 
@@ -258,7 +273,8 @@ def _same_rows(a: list[list[int]], b: list[list[int]]) -> str:
 
 def show(rows: dict[str, Any]) -> None:
     """The cells as a table."""
-    names = ("tokens_per_s", "steady_ms", "host_ms", "slow_steps", "slow_s", "first_s", "same", "graphs", "replays")
+    times = ("tokens_per_s", "steady_ms", "unwaited_ms", "host_ms", "slow_steps", "slow_s", "first_s")
+    names = (*times, "same", "graphs", "replays")
     body = [
         (row, column, *(_text(cell.get(name)) for name in names))
         for row, cells in rows.items()
