@@ -4,7 +4,8 @@
 
 MODEL is a folder with a tiny model; `plain` keeps its linears as `torch.nn.functional.linear`, as they are on a GPU
 (vLLM's CPU platform packs weights for kernels of its own); `piecewise` keeps mode 3, which that platform turns into 2;
-`seeing` is for a language model whose file in vLLM holds its relative with eyes as well.
+`seeing` is for a language model whose file in vLLM holds its relative with eyes as well; `engine` has
+arguments of `LLM`; `deepseek`, in all runs of the process or in none, is for the model of `deepseek.py`.
 """
 
 from __future__ import annotations
@@ -108,14 +109,14 @@ def generate(model: str, run: Mapping[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     before = loaded()
+    arguments = {"max_model_len": 128, "max_num_batched_tokens": 128, **run.get("engine", {})}
     llm = LLM(
         model=model,
         skip_tokenizer_init=True,
-        max_model_len=128,
         max_num_seqs=4,
-        max_num_batched_tokens=128,
         dtype=run.get("dtype", "bfloat16"),
         seed=0,
+        **arguments,
         compilation_config=dict(run["compilation"]),
         additional_config=dict(run.get("additional", {})),
     )
@@ -156,6 +157,10 @@ def loaded() -> set[str]:
 
 def main() -> None:
     model, runs = sys.argv[1], json.loads(sys.argv[2])
+    if any(run.get("deepseek") for run in runs):
+        import deepseek  # beside this script
+
+        deepseek.prepare()
     for run in runs:
         with patched(run):
             print(MARK + json.dumps(generate(model, run)), flush=True)

@@ -1,7 +1,8 @@
-"""Real engines of vLLM on the CPU, a tiny Qwen3-Next with random weights: what is started, what runs, the same tokens.
+"""Real engines of vLLM on the CPU, tiny models with random weights: what is started, what runs, the same tokens.
 
 An engine takes a good part of a minute to start, so the starts are shared by the tests: the processes `cold` and `warm`
-one after the other with one cache folder, one with a tiny Qwen3.5, and one server with its engine in its own process.
+with a Qwen3-Next, one after the other with one cache folder, two likewise with a DeepSeek-V4, one with a Qwen3.5, and
+one server with its engine in its own process.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.vllm import deepseek
 from tests.vllm.engine import MARK
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +42,16 @@ WARM: dict[str, dict[str, Any]] = {
 }
 QWEN3_5: dict[str, dict[str, Any]] = {
     name: {**COLD[name], "seeing": True} for name in ("without", "serial", "piecewise")
+}
+DEEPSEEK: dict[str, dict[str, Any]] = {
+    name: {
+        **COLD[name],
+        "additional": {"dsv4": {**SERIAL, "mhc": "reference"}},
+        "environment": {"DSV4_VLLM": "0" if name == "without" else "1"},
+        "engine": deepseek.ENGINE,
+        "deepseek": True,
+    }
+    for name in ("without", "serial", "piecewise")
 }
 
 
@@ -88,6 +100,15 @@ def qwen3_5(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     return start(str(folder / "model"), str(folder / "cache"), QWEN3_5)
 
 
+@pytest.fixture(scope="module")
+def deepseek_v4(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("deepseek_v4")
+    deepseek.make_model(folder / "model")
+    first = start(str(folder / "model"), str(folder / "cache"), DEEPSEEK)
+    again = start(str(folder / "model"), str(folder / "cache"), {"piecewise": DEEPSEEK["piecewise"]})
+    return first | {"again": again["piecewise"]}
+
+
 def groups(result: dict[str, Any]) -> list[list[str]]:
     """The members of each group of projections in the reports."""
     graphs = [graph for report in result["reports"] for graph in report["graphs"]]
@@ -117,6 +138,28 @@ def test_qwen3_5_is_treated_and_its_tokens_are_the_same(qwen3_5, way, mode):
     assert qwen3_5[way]["tokens"] == qwen3_5["without"]["tokens"]
     assert qwen3_5[way]["mode"] == mode and groups(qwen3_5[way]) == [["in_proj_qkvz", "in_proj_ba"]]
     assert operators(qwen3_5[way]) == ["parallel_linear"] and operators(qwen3_5["without"]) == []
+
+
+@pytest.mark.parametrize(("way", "mode"), [("serial", 2), ("piecewise", 3)])
+def test_deepseek_v4_is_treated_and_its_tokens_are_the_same(deepseek_v4, way, mode):
+    assert len({*map(tuple, deepseek_v4["without"]["tokens"])}) == 2, "two prompts, two answers"
+    assert deepseek_v4["without"]["reports"] == [] and operators(deepseek_v4["without"]) == []
+    assert deepseek_v4[way]["tokens"] == deepseek_v4["without"]["tokens"]
+    assert deepseek_v4[way]["mode"] == mode
+    (report,) = deepseek_v4[way]["reports"]
+    sites = [(site["form"], site["kernel"]) for graph in report["graphs"] for site in graph["mhc"]]
+    ours = [("pre", "reference"), *[("post_pre", "reference")] * 5, ("post", "reference")]
+    assert sorted(sites) == sorted([("head", "vllm"), *ours])
+    compressed = ["fused_wqa_wkv", "compressor.fused_wkv_wgate"]
+    assert compressed in groups(deepseek_v4[way])
+    assert [*compressed, "indexer.compressor.fused_wkv_wgate", "indexer.weights_proj"] in groups(deepseek_v4[way])
+    assert operators(deepseek_v4[way]) == ["mhc_post", "mhc_post_pre", "mhc_pre", "parallel_linear"]
+
+
+def test_deepseek_v4_from_vllms_cache_is_still_transformed(deepseek_v4):
+    assert deepseek_v4["again"]["tokens"] == deepseek_v4["without"]["tokens"]
+    assert deepseek_v4["again"]["reports"] == [], "no pass ran"
+    assert operators(deepseek_v4["again"]) == operators(deepseek_v4["piecewise"])
 
 
 def test_two_sets_of_options_in_one_process_do_not_share_code(cold):
