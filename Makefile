@@ -46,7 +46,7 @@ demo: compiler $(VENV)/.demo headers
 	$(BIN)/python examples/demo.py
 
 test: compiler $(VENV)/.develop headers
-	$(BIN)/pytest -m "not gpu" $(PYTEST_ARGS)
+	$(BIN)/pytest -m "not gpu" -n logical --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)
 
 test-gpu: compiler $(VENV)/.develop headers
 	$(BIN)/pytest -m gpu $(PYTEST_ARGS)

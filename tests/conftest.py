@@ -1,7 +1,19 @@
 """What every test gets: a skip where it needs an absent CUDA device, and a `torch.compile` that has seen nothing."""
 
+import getpass
+import os
 import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
+
+# Beside other workers each has caches of its own, or it would find their graphs in them, and one thread. Before torch is
+# imported, and for the processes that tests start.
+if WORKER := os.environ.get("PYTEST_XDIST_WORKER"):
+    CACHE = Path(tempfile.gettempdir(), f"dsv4-tests-{getpass.getuser()}-{WORKER}")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(CACHE)
+    os.environ.setdefault("TRITON_CACHE_DIR", str(CACHE / "triton"))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
