@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-# Beside other workers each has caches of its own, or it would find their graphs in them, and one thread. Before torch is
+# Beside other workers each has one thread, and caches of its own, or it would find their graphs there. Before torch is
 # imported, and for the processes that tests start.
 if WORKER := os.environ.get("PYTEST_XDIST_WORKER"):
     CACHE = Path(tempfile.gettempdir(), f"dsv4-tests-{getpass.getuser()}-{WORKER}")
