@@ -15,7 +15,6 @@ import functools
 import hashlib
 import itertools
 import logging
-import operator
 import threading
 import weakref
 from collections import Counter
@@ -277,47 +276,12 @@ def _compile(
 ) -> Callable[[list[Any]], Sequence[Any]]:
     from torch._inductor.compile_fx import compile_fx_inner
 
-    if compile_piece is None and (run := _called_directly(part.module)) is not None:
-        return run
     inputs = [node.meta["val"] for node in part.module.graph.nodes if node.op == "placeholder"]
     own = {**settings, "static_input_idxs": [i for i, fixed in enumerate(static) if fixed]}
     with _no_output_strides():
         run = (compile_piece or compile_fx_inner)(part.module, inputs, **own)
     _check_strides(part, getattr(run, "output_strides", None))
     return run
-
-
-def _called_directly(module: GraphModule) -> Callable[[list[Any]], Sequence[Any]] | None:
-    """A call of the piece as it is, if Inductor had nothing to add but its own host time: operators of other libraries,
-    which it has no code for, and views around them."""
-    nodes = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
-    operators = [node.target for node in nodes if node.target is not operator.getitem]
-    if not all(node.op == "call_function" for node in nodes) or not all(map(_is_only_called, operators)):
-        return None
-    if all(target.is_view for target in operators):
-        return None
-    forward = module.forward
-
-    def run(inputs: list[Any]) -> Sequence[Any]:
-        given = tuple(inputs)
-        inputs.clear()
-        results: Sequence[Any] = forward(*given)
-        return results
-
-    run.source_code = module.code  # type: ignore[attr-defined]
-    return run
-
-
-def _is_only_called(target: Any) -> bool:
-    """Whether Inductor calls this operator as eager PyTorch does."""
-    from torch._inductor.lowering import fallbacks, lowerings
-
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    if target.namespace == "aten":
-        return target.is_view
-    has_code = target in lowerings and target not in fallbacks
-    return not (has_code or target._schema.is_mutable or target.namespace in ("prims", "inductor", "dsv4"))
 
 
 def _check_strides(part: Extract, strides: Sequence[tuple[str, ...] | None] | None) -> None:
