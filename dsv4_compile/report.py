@@ -171,8 +171,14 @@ def _graph_lines(graph: GraphReport) -> list[str]:
         lines += [f"    {choice_text(choice, group)}" for choice in group.measured]
     lines += _pieces_lines(graph)
     lines += capture_lines(graph)
-    lines += [f"  missed {m.kind} at {m.site or '(unknown module)'}: {m.reason}" for m in graph.missed]
+    lines += [f"  missed {m.kind} at {_place(m)}: {m.reason}" for m in graph.missed]
     return lines
+
+
+def _place(missed: Missed) -> str:
+    """The module, and the line where it is known: the root of a model has no name."""
+    line = missed.source.rpartition("/")[2]
+    return f"{missed.site or '(root)'} ({line})" if line else missed.site or "(unknown module)"
 
 
 def _nothing_matched(graph: GraphReport) -> bool:

@@ -36,6 +36,8 @@ from dsv4_compile.passes.sites import Missed, module_path, source_location
 __all__ = ["STREAMS", "OnStreams", "PreMatch", "find", "is_inside", "is_mixing_shape", "products", "residuals"]
 
 STREAMS = range(2, 9)
+MORE_STREAMS = range(9, 33)
+"""Numbers of streams that are looked for to say that they are not done."""
 
 
 class OnStreams:
@@ -87,8 +89,22 @@ def find(graph: Graph, order: dict[Node, int]) -> tuple[list[PreMatch], list[Mis
             elif found is not None and fn not in seen:
                 seen.add(fn)
                 missed.append(Missed("mhc", module_path(product), found, source_location(product)))
+    missed += _with_more_streams(graph)
     matches.sort(key=lambda m: order[m.region.nodes[min(m.post.plain)]])
     return matches, missed
+
+
+def _with_more_streams(graph: Graph) -> Iterator[Missed]:
+    """Places that look like `hc_pre` of more streams than the kernels have."""
+    for node in graph.nodes:
+        dims = shape(node) if is_leaf(node) and is_floating(node) else None
+        found = None if dims is None else is_mixing_shape(dims, MORE_STREAMS)
+        product = (
+            None if found is None else next((p for p in products(node) if _is_scaled_and_shifted(p, found[0])), None)
+        )
+        if found is not None and product is not None:
+            reason = f"it mixes {found[0]} streams, and {STREAMS[0]} to {STREAMS[-1]} are what is replaced"
+            yield Missed("mhc", module_path(product), reason, source_location(product))
 
 
 def _anchors(graph: Graph) -> Iterator[tuple[Node, int, int, bool]]:
@@ -100,12 +116,12 @@ def _anchors(graph: Graph) -> Iterator[tuple[Node, int, int, bool]]:
             yield node, *found
 
 
-def is_mixing_shape(dims: Sequence[Any]) -> tuple[int, int, bool] | None:
-    """(n, D, whether transposed) when `dims` can be the shape of `fn`."""
+def is_mixing_shape(dims: Sequence[Any], streams: Sequence[int] = STREAMS) -> tuple[int, int, bool] | None:
+    """(n, D, whether transposed) when `dims` can be the shape of `fn` for one of the numbers of streams."""
     if len(dims) != 2 or not all(isinstance(d, int) for d in dims):
         return None
     for (mixes, features), turned in ((dims, False), (dims[::-1], True)):
-        n = next((n for n in STREAMS if (2 + n) * n == mixes), None)
+        n = next((n for n in streams if (2 + n) * n == mixes), None)
         if n is not None and features % n == 0 and features // n > 1:
             return n, features // n, turned
     return None

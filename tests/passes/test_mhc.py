@@ -438,3 +438,14 @@ def test_a_site_without_a_tensor_of_all_streams_is_reported():
     # A linear of as many outputs is nothing like it.
     _, graph = run(nn.Sequential(nn.Linear(256, 24), nn.Tanh()), torch.randn(5, 256))
     assert graph.missed == []
+
+
+def test_more_streams_than_the_kernels_have_are_reported():
+    module, x = Stack(hf_pre, hf_post, hidden=16, layers=1, constants=Constants(n=9)), torch.randn(2, 3, 9, 16)
+    out, graph = run(module, x)
+    assert error(out, oracle_of(module, x)) < 1e-6
+    assert forms(graph) == [] and [m.reason.partition(",")[0] for m in graph.missed] == ["it mixes 9 streams"]
+    assert "spellings.py" in graph.missed[0].source and "(spellings.py:" in str(dsv4_compile.report())
+    # A linear of as many outputs is nothing like it.
+    _, graph = run(nn.Sequential(nn.Linear(144, 99), nn.Tanh()), torch.randn(5, 144))
+    assert graph.missed == []
