@@ -119,6 +119,7 @@ class Generation:
         return (time.perf_counter() - start) / number
 
     def _step(self) -> None:
+        torch.compiler.cudagraph_mark_step_begin()
         out = self.model(input_ids=self.token, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
         self.token = out.logits[:, -1].argmax(-1, keepdim=True)
         if self.clones:
@@ -255,7 +256,9 @@ def measured(cells: dict[tuple[int, str], Part], arguments: argparse.Namespace, 
         for (batch, column), part in cells.items():
             found = part.next(patience) if phase == "first" else part.ask("steps", patience)
             if tokens := found.pop("tokens", None):
-                found["same"] = _same_rows(tokens, reference.setdefault(batch, tokens))
+                if batch in reference:
+                    found["same"] = _same_rows(tokens, reference[batch])
+                reference.setdefault(batch, tokens)
             cell = rows.setdefault(f"batch {batch}", {}).setdefault(column, {})
             cell |= found | ({"error": part.failed} if part.failed else {})
             print(f"batch {batch} {column}: {found or cell}", flush=True)

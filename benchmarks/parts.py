@@ -34,7 +34,7 @@ class Part:
         failed: why there are no more results from it; empty as long as there are.
     """
 
-    def __init__(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str] = {}) -> None:
+    def __init__(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
         self.name, self.log = name, log
         self.failed = ""
         self.begun = time.monotonic()
@@ -58,7 +58,8 @@ class Part:
                 log.write(line)
                 log.flush()
                 if line.startswith(LINE):
-                    self.results.put(json.loads(line.removeprefix(LINE)))
+                    with contextlib.suppress(ValueError):  # the log has it
+                        self.results.put(json.loads(line.removeprefix(LINE)))
         self.results.put(None)
 
     def ask(self, what: str, seconds: float) -> dict[str, Any]:
@@ -77,8 +78,12 @@ class Part:
         except queue.Empty:
             found, why = None, "ran out of time"
         else:
-            why = f"ended: {self._error()}"
+            why = "ended"
         if found is None:
+            if why == "ended":
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.wait(10)
+                why = f"ended ({self.process.returncode}): {self._error()}"
             self.close()
             self.failed = f"after {time.monotonic() - self.begun:.0f} s it {why}"
         return found or {}

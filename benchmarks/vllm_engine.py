@@ -53,6 +53,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--batches", default="1,8,32")
     parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--sure", type=float, default=0.2, help="how far the best token leads (vllm_part.py)")
     parser.add_argument("--no-replay", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--start", type=int, default=420, help="seconds for all to start")
@@ -90,7 +91,7 @@ class EnginePart(Part):
         self.model, self.kind = model, kind
         own = {variable: str(Path(folder, f"{kind}-{variable.lower()}")) for variable in OWN_CACHES}
         script = str(Path(__file__).with_name("vllm_part.py"))
-        command = [sys.executable, script, kind, folder, "--batches", args.batches]
+        command = [sys.executable, script, kind, folder, "--batches", args.batches, "--sure", str(args.sure)]
         log = Path(args.out, f"vllm_engine-{model}-{kind}.log")
         super().__init__(f"{model} {kind}", command, log, own | {"VLLM_PORT": str(21000 + 500 * number)})
 
@@ -102,9 +103,9 @@ def measured(parts: list[EnginePart], args: argparse.Namespace) -> dict[str, Any
     data |= {"rows": {}, "tokens": {}, "replay": {}, "failed": {}}
     begun = time.monotonic()
 
-    def take(table: str, name: str, part: EnginePart, found: dict[str, Any]) -> None:
+    def take(kind: str, name: str, part: EnginePart, found: dict[str, Any]) -> None:
         if found:
-            data[table].setdefault(name, {}).setdefault(part.kind, {}).update(found)
+            data[kind].setdefault(name, {}).setdefault(part.kind, {}).update(found)
         if part.failed:
             data["failed"][part.name] = part.failed
         save(data, args)
@@ -119,9 +120,8 @@ def measured(parts: list[EnginePart], args: argparse.Namespace) -> dict[str, Any
     engines = [part for part in parts if part.kind != "replay"]
     for batch in batches:
         for part in parts:
-            table = "rows" if part in engines else "replay"
-            name = f"{part.model} batch {batch}" if part in engines else str(batch)
-            take(table, name, part, part.ask(f"first {batch}", args.timeout))
+            kind, name = ("rows", f"{part.model} batch {batch}") if part in engines else ("replay", str(batch))
+            take(kind, name, part, part.ask(f"first {batch}", args.timeout))
         rounds: dict[str, list[float]] = {part.name: [] for part in engines}
         for _ in range(ROUNDS):
             for part in engines:

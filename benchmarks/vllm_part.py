@@ -7,10 +7,10 @@ batch: "first 8" (tokens, or the replays), "time 8" (one round), "profile 8". Wh
 `LOCK`, so that no other part measures.
 
 Weights are random, in the scales of a trained network: vLLM's own dummy weights are so small that most of them are zero
-in fp8, and a model of them does little but copy its embeddings. A random product with the vocabulary, though, has its
-two best of 129280 tokens nearer to each other than the roundings of bfloat16 are, and any other order of additions
-makes other tokens. A trained model is surer than that; this one is made so by adding `SURE` times the embedding of the
-token before it (in a random order of all tokens) to the weights of each token.
+in fp8, and a model of them does little but copy its embeddings. With a purely random product with the vocabulary, the
+two best of 129280 tokens are often as near to each other as roundings of bfloat16 move them, and any other order of
+additions makes other tokens. So `--sure` adds so many times the embedding of the token before it (in a random order of
+all tokens) to the weights of each token: the larger, the farther the best token leads, and the less its choice tells.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ from parts import say  # beside this script
 from vllm_models import FLASH
 
 SHORT, LONG, PROFILED, PROMPT = 8, 72, 16, 64
-MHC_KERNEL = re.compile(r"mhc|hc_prenorm|hc_head", re.IGNORECASE)
+MHC_KERNEL = re.compile(r"^(?!triton_).*(?:mhc|hc_prenorm|hc_head)", re.IGNORECASE)
 LOCK = Path(tempfile.gettempdir(), "dsv4-vllm_engine.lock")
-SURE = 0.5
 KV_CACHE_BYTES = 4 << 30  # said outright: vLLM would measure what others allocate meanwhile
 
 
@@ -43,6 +42,7 @@ def main() -> None:
     parser.add_argument("part", help="vllm, dsv4 or replay")
     parser.add_argument("folder", help="with the config.json of a model")
     parser.add_argument("--batches", default="1,8,32")
+    parser.add_argument("--sure", type=float, default=0.2)
     args = parser.parse_args()
     batches = [int(b) for b in args.batches.split(",")]
     begun = time.monotonic()
@@ -52,11 +52,11 @@ def main() -> None:
         work: dict[str, Callable[[int], dict[str, Any]]] = {"first": replay}
         found: dict[str, Any] = {}
     else:
-        llm = engine(args.part, args.folder, batches)
+        llm = engine(args.part, args.folder, batches, args.sure)
         for batch in batches:  # kernels that are compiled at their first use
             generate(llm, batch, LONG, logprobs=2)
         found = {"compile_seconds": float(llm.llm_engine.vllm_config.compilation_config.compilation_time)} | what_ran()
-        work = {"first": functools.partial(tokens, llm), "time": functools.partial(timed, llm)}
+        work = {"first": functools.partial(answers, llm), "time": functools.partial(timed, llm)}
         work["profile"] = functools.partial(profiled, llm)
     say({"start_seconds": time.monotonic() - begun, **found})
     from filelock import FileLock
@@ -72,7 +72,7 @@ def main() -> None:
 # -------------------------------------------------------------------------------------------------------------- engine
 
 
-def engine(part: str, folder: str, batches: list[int]) -> Any:
+def engine(part: str, folder: str, batches: list[int], sure: float) -> Any:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the profiler sees this process only
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -82,10 +82,9 @@ def engine(part: str, folder: str, batches: list[int]) -> Any:
         os.environ["DSV4_VLLM"] = "0"
     import torch
     from vllm import LLM
-    from vllm.model_executor.model_loader import dummy_loader
     from vllm.model_executor.models import registry
 
-    dummy_loader.initialize_dummy_weights = Weights()
+    Weights.replace_dummies(sure)
     # It would look at the model's class in a process of its own, which takes half a minute to import everything.
     registry._run_in_subprocess = lambda look: look()
     compilation: dict[str, Any] = {"mode": 3}
@@ -116,15 +115,38 @@ def engine(part: str, folder: str, batches: list[int]) -> Any:
 
 
 class Weights:
-    """Random weights in place of vLLM's dummy weights: `initialize_dummy_weights(module, model_config)`."""
+    """Random weights of one model, in place of vLLM's dummy weights."""
 
-    def __init__(self) -> None:
+    loads = 0
+    """How many models were given such weights."""
+
+    def __init__(self, sure: float) -> None:
+        self.sure = sure
         self.done: set[int] = set()
         self.count = 0
         self.embedding: Any = None
 
-    def __call__(self, module: Any, *_: Any) -> None:
-        for one in module.modules():  # vLLM calls for each module, or once for all of them
+    @classmethod
+    def replace_dummies(cls, sure: float) -> None:
+        """From now on each model that is loaded with `load_format="dummy"` gets weights of its own, always the same."""
+        from vllm.model_executor.model_loader import dummy_loader
+
+        loader = dummy_loader.DummyModelLoader
+        load = loader.load_weights
+
+        def load_weights(self: Any, model: Any, model_config: Any) -> None:
+            weights = cls(sure)
+            if hasattr(dummy_loader, "initialize_dummy_weights"):  # 0.22: for the model, or for each of its modules
+                dummy_loader.initialize_dummy_weights = lambda module, *_: weights(module)
+                load(self, model, model_config)
+            else:
+                weights(model)
+            cls.loads += weights.count > 0
+
+        loader.load_weights = load_weights
+
+    def __call__(self, module: Any) -> None:
+        for one in module.modules():
             if id(one) in self.done:
                 continue
             self.done.add(id(one))
@@ -149,7 +171,7 @@ class Weights:
                 self.embedding = tensor
             elif kind == "ParallelLMHead" and self.embedding is not None:
                 order = torch.randperm(len(values), device=tensor.device, generator=generator)
-                values += SURE * self.embedding[order] / values.shape[-1] ** 0.5
+                values += self.sure * self.embedding[order] / values.shape[-1] ** 0.5
             tensor.copy_(values)
 
 
@@ -221,7 +243,7 @@ def generate(llm: Any, batch: int, tokens: int, **more: Any) -> tuple[float, lis
     return time.perf_counter() - begun, [output.outputs[0] for output in outputs]
 
 
-def tokens(llm: Any, batch: int) -> dict[str, Any]:
+def answers(llm: Any, batch: int) -> dict[str, Any]:
     """The tokens of each prompt, with the logarithms of the two best probabilities of each step."""
     first, again = (generate(llm, batch, LONG, logprobs=2)[1] for _ in range(2))
     rows = [list(output.token_ids) for output in first]

@@ -176,9 +176,9 @@ def _graph_lines(graph: GraphReport) -> list[str]:
 
 
 def _place(missed: Missed) -> str:
-    """The module, and the line where it is known: the root of a model has no name."""
+    """The module, and the line where it is known."""
     line = missed.source.rpartition("/")[2]
-    return f"{missed.site or '(root)'} ({line})" if line else missed.site or "(unknown module)"
+    return (missed.site or "(unknown module)") + (f" ({line})" if line else "")
 
 
 def _nothing_matched(graph: GraphReport) -> bool:

@@ -36,7 +36,7 @@ from dsv4_compile.passes.sites import Missed, module_path, source_location
 __all__ = ["STREAMS", "OnStreams", "PreMatch", "find", "is_inside", "is_mixing_shape", "products", "residuals"]
 
 STREAMS = range(2, 9)
-MORE_STREAMS = range(9, 33)
+MORE_STREAMS = range(9, 17)
 """Numbers of streams that are looked for to say that they are not done."""
 
 
@@ -99,12 +99,15 @@ def _with_more_streams(graph: Graph) -> Iterator[Missed]:
     for node in graph.nodes:
         dims = shape(node) if is_leaf(node) and is_floating(node) else None
         found = None if dims is None else is_mixing_shape(dims, MORE_STREAMS)
-        product = (
-            None if found is None else next((p for p in products(node) if _is_scaled_and_shifted(p, found[0])), None)
-        )
-        if found is not None and product is not None:
-            reason = f"it mixes {found[0]} streams, and {STREAMS[0]} to {STREAMS[-1]} are what is replaced"
-            yield Missed("mhc", module_path(product), reason, source_location(product))
+        if found is None:
+            continue
+        n, hidden, _ = found
+        for product in products(node):
+            streams = (shape(one) or () for one in residuals(product, node, n, hidden))
+            if any(are(dims[-2:], (n, hidden)) for dims in streams) and _is_scaled_and_shifted(product, n):
+                reason = f"it mixes {n} streams, and {STREAMS[0]} to {STREAMS[-1]} are what is replaced"
+                yield Missed("mhc", module_path(product), reason, source_location(product))
+                break
 
 
 def _anchors(graph: Graph) -> Iterator[tuple[Node, int, int, bool]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 if WORKER := os.environ.get("PYTEST_XDIST_WORKER"):
     CACHE = Path(tempfile.gettempdir(), f"dsv4-tests-{getpass.getuser()}-{WORKER}")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(CACHE)
-    os.environ.setdefault("TRITON_CACHE_DIR", str(CACHE / "triton"))
+    os.environ["TRITON_CACHE_DIR"] = str(CACHE / "triton")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.pop("COLUMNS", None)  # of the terminal around all workers; tables would be as wide
 

@@ -374,15 +374,15 @@ def test_capture_allocates_no_more_when_it_is_repeated() -> None:
 @GPU
 def test_side_memory_stays_in_bounds_over_many_calls() -> None:
     x = torch.zeros(MEGABYTES_16, device="cuda")
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_reserved()
-    for _ in range(300):
-        streams.execute_in_parallel(lambda: x + 1, [lambda: x + 2, lambda: x + 3], "cuda", inputs=(x,))
-    torch.cuda.synchronize()
-    # How far the host runs ahead of the device decides how many buffers are in use at once; without reuse it is 900.
-    assert torch.cuda.max_memory_reserved() - before < 300 * 16 * 2**20
+    peaks = []
+    for _ in range(6):
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(50):
+            streams.execute_in_parallel(lambda: x + 1, [lambda: x + 2, lambda: x + 3], "cuda", inputs=(x,))
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_reserved())
+    # How far the host runs ahead decides how many of the 150 buffers of a round are in use at once.
+    assert peaks[-1] < peaks[0] + 50 * 16 * 2**20
 
 
 @GPU

@@ -120,12 +120,13 @@ def generate(model: str, run: Mapping[str, Any]) -> dict[str, Any]:
         compilation_config=dict(run["compilation"]),
         additional_config=dict(run.get("additional", {})),
     )
-    sampling = SamplingParams(temperature=0, max_tokens=12, detokenize=False, ignore_eos=True)
+    sampling = SamplingParams(temperature=0, max_tokens=12, detokenize=False, ignore_eos=True, logprobs=2)
     outputs = llm.generate([{"prompt_token_ids": list(p)} for p in PROMPTS], sampling, use_tqdm=False)
     tokens = [list(output.outputs[0].token_ids) for output in outputs]
+    best = [[sorted(x.logprob for x in step.values())[-2:] for step in o.outputs[0].logprobs] for o in outputs]
     mode = int(llm.llm_engine.vllm_config.compilation_config.mode)
     del llm
-    return {"tokens": tokens, "mode": mode, "operators": sorted(loaded() - before), "reports": reports()}
+    return {"tokens": tokens, "best": best, "mode": mode, "operators": sorted(loaded() - before), "reports": reports()}
 
 
 _seen = 0
