@@ -66,28 +66,24 @@ class Generation:
         tiny, batch = arguments.tiny, int(arguments.batch)
         layers = ("sliding", "csa") if tiny else ("sliding", "csa", "hca", "csa")
         kind = ("cpu", torch.float32) if tiny else ("cuda", torch.bfloat16)
-        model = random_model(TINY if tiny else FLASH, layers, *kind)
+        self.model = model = random_model(TINY if tiny else FLASH, layers, *kind)
         shape = (batch, 40 if tiny else PROMPT)
         ids = torch.randint(0, model.config.vocab_size, shape, generator=torch.Generator().manual_seed(1)).to(kind[0])
         cache: Any = DynamicCache(config=model.config)
         with torch.no_grad(), FileLock(LOCK):  # a long prompt of many rows takes tens of gigabytes for a moment
-            logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-            self.token = logits[:, -1].argmax(-1, keepdim=True)
-            del logits
+            self.token = self._best(ids, cache)
             torch.cuda.empty_cache()
         if arguments.column == "dsv4-static":
             cache = StaticDeepseekV4Cache.of(cache, model, shape[1] + arguments.first + 2 * arguments.steps)
             model.set_attn_implementation(ATTENTION)
         model.compile(**COLUMNS[arguments.column])
-        self.model, self.cache, self.clones = model, cache, arguments.clones
+        self.cache, self.clones = cache, arguments.clones
         self.tokens: list[list[int]] = []
         self.prompt_s: float | None = None
         if batch == 1 and arguments.column != "dsv4-static":  # its results round otherwise, so they are not used
             with torch.no_grad():
                 start = time.perf_counter()
-                model(
-                    input_ids=ids, past_key_values=DynamicCache(config=model.config), use_cache=True, logits_to_keep=1
-                )
+                self._best(ids, DynamicCache(config=model.config))
                 _wait()
                 self.prompt_s = time.perf_counter() - start
 
@@ -120,10 +116,14 @@ class Generation:
 
     def _step(self) -> None:
         torch.compiler.cudagraph_mark_step_begin()
-        out = self.model(input_ids=self.token, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-        self.token = out.logits[:, -1].argmax(-1, keepdim=True)
+        self.token = self._best(self.token, self.cache)
         if self.clones:
             self._clone()
+
+    def _best(self, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+        """The best next token of each row."""
+        out = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return out.logits[:, -1].argmax(-1, keepdim=True)
 
     def _clone(self) -> None:
         """Gives every tensor of the cache memory of its own."""

@@ -96,25 +96,20 @@ def find(graph: Graph, order: dict[Node, int]) -> tuple[list[PreMatch], list[Mis
 
 def _with_more_streams(graph: Graph) -> Iterator[Missed]:
     """Places that look like `hc_pre` of more streams than the kernels have."""
-    for node in graph.nodes:
-        dims = shape(node) if is_leaf(node) and is_floating(node) else None
-        found = None if dims is None else is_mixing_shape(dims, MORE_STREAMS)
-        if found is None:
-            continue
-        n, hidden, _ = found
-        for product in products(node):
-            streams = (shape(one) or () for one in residuals(product, node, n, hidden))
+    for fn, n, hidden, _ in _anchors(graph, MORE_STREAMS):
+        for product in products(fn):
+            streams = (shape(one) or () for one in residuals(product, fn, n, hidden))
             if any(are(dims[-2:], (n, hidden)) for dims in streams) and _is_scaled_and_shifted(product, n):
                 reason = f"it mixes {n} streams, and {STREAMS[0]} to {STREAMS[-1]} are what is replaced"
                 yield Missed("mhc", module_path(product), reason, source_location(product))
                 break
 
 
-def _anchors(graph: Graph) -> Iterator[tuple[Node, int, int, bool]]:
+def _anchors(graph: Graph, streams: Sequence[int] = STREAMS) -> Iterator[tuple[Node, int, int, bool]]:
     """(fn, n, D, whether it is stored transposed)"""
     for node in graph.nodes:
         dims = shape(node) if is_leaf(node) and is_floating(node) else None
-        found = None if dims is None else is_mixing_shape(dims)
+        found = None if dims is None else is_mixing_shape(dims, streams)
         if found:
             yield node, *found
 
