@@ -255,14 +255,15 @@ def _choices_of(group: ProjectionGroup, choices: list[dict[str, Any]]) -> tuple[
     """What is in force for a group that is measured when it runs, by token count."""
     if group.strategy != "measured":
         return ()
+    linears = [linear for linear in group.linears if not linear.operator]
     own = [
         MeasuredChoice(c["tokens"], c["strategy"], c["source"], c["microseconds"], c["runs"])
         for c in choices
         if c["columns"] == group.columns
-        and list(c["features"]) == [linear.out_features for linear in group.linears]
-        and c["dtypes"] == [linear.dtype for linear in group.linears]
-        and list(c["biased"]) == list(group.biased)
-        and (not any(c["streams"]) or list(c["streams"]) == [linear.stream for linear in group.linears])
+        and list(c["features"]) == [linear.out_features for linear in linears]
+        and c["dtypes"] == [linear.dtype for linear in linears]
+        and list(c["biased"]) == list(group.biased[: len(linears)])
+        and (not any(c["streams"]) or list(c["streams"]) == [linear.stream for linear in linears])
     ]
     return tuple(sorted(own, key=lambda choice: choice.tokens or math.inf))
 
@@ -277,8 +278,9 @@ def choice_text(choice: MeasuredChoice, group: ProjectionGroup) -> str:
 
 
 def _linear(linear: LinearInfo, strategy: str) -> str:
-    stream = f" on stream {linear.stream}" if strategy == "streams" and linear.stream else ""
-    return f"{linear.name}:{linear.out_features}{stream}"
+    # Where products of ours run if they are measured is known when they have run.
+    stream = f" on stream {linear.stream}" if linear.stream and (strategy == "streams" or linear.operator) else ""
+    return f"{linear.name}:{linear.out_features}{f' by {linear.operator}' if linear.operator else ''}{stream}"
 
 
 _reports: list[CompileReport] = []

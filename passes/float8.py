@@ -10,27 +10,22 @@ How x is quantised does not matter: the nodes between are moved in front of the 
 from __future__ import annotations
 
 import math
-import operator
-from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
+from dsv4_compile.passes import hoisting
 from dsv4_compile.passes.emission import call, reshape_rows
 from dsv4_compile.passes.region import are, aten, count, leaf_of, packet, shape, turns, value
 from dsv4_compile.passes.sites import module_path
 from dsv4_compile.passes.storages import arguments
-from dsv4_compile.passes.verify import confinement
 
-__all__ = ["ScaledProduct", "apart", "beside", "emit", "hoist", "is_scaled", "lost", "parse"]
+__all__ = ["ScaledProduct", "apart", "beside", "is_scaled", "operands", "parse"]
 
 FLOAT8 = torch.float8_e4m3fn
-_MOST_STEPS = 64
-"""Nodes between an activation and what it was quantised to, at most."""
-_PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten._scaled_mm}
 
 
 @dataclass(frozen=True)
@@ -150,7 +145,7 @@ def beside(
     found: dict[Node, list[ScaledProduct]] = {}
     refused = []
     for node in filter(is_scaled, graph.nodes):
-        x = _activation(node.args[0], groups)
+        x = hoisting.activation([node.args[0]], groups, _is_product)
         if x is None:
             continue
         product = parse(node)
@@ -162,20 +157,8 @@ def beside(
     return found, refused
 
 
-def _activation(quantised: Node, known: Collection[Node]) -> Node | None:
-    """The nearest of `known` that `quantised` is made from, without a product between."""
-    rest, seen = deque([quantised]), {quantised}
-    while rest and len(seen) < _MOST_STEPS:
-        node = rest.popleft()
-        if node in known:
-            return node
-        if packet(node) in _PRODUCTS:
-            continue
-        for parent in node.all_input_nodes:
-            if parent not in seen:
-                seen.add(parent)
-                rest.append(parent)
-    return None
+def _is_product(node: Node) -> bool:
+    return packet(node) in hoisting.PRODUCTS
 
 
 def _obstacle(
@@ -193,54 +176,7 @@ def _obstacle(
         return "its input has other rows than the activation"
     if others and others[0].dtype != product.dtype:
         return "its result has another dtype than the first"
-    between = _between([*product.operands, *(o for other in others for o in other.operands)], order[x], order)
-    members = {*linears, product.node, *(other.node for other in others)}
-    if members & between:
-        return "its input depends on another product of the activation"
-    first = min(map(order.__getitem__, members))
-    late = [node for node in between if order[node] > first]
-    last = max(map(order.__getitem__, late), default=first)
-    for node, position in order.items():
-        if first < position < last and _writes(node):
-            return f"{node.name} writes between the first of them and what it reads"
-    for node in late:
-        if reason := _immovable(node):
-            return f"its input is made by {node.name}, which {reason}"
-    return None
-
-
-def _between(nodes: Iterable[Node], since: int, order: Mapping[Node, int]) -> set[Node]:
-    """`nodes` and all that they are made from, as far as it comes after position `since`."""
-    rest, found = list(nodes), set()
-    while rest:
-        node = rest.pop()
-        if node not in found and order[node] > since:
-            found.add(node)
-            rest += node.all_input_nodes
-    return found
-
-
-def _writes(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
-def _immovable(node: Node) -> str:
-    """Why a node must stay where it is; empty when it need not."""
-    if node.op in ("placeholder", "get_attr"):
-        return ""
-    if _writes(node):
-        return "writes"
-    plain = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
-    return confinement(node.target) if plain else "is no operator of torch's kind"
-
-
-def hoist(graph: Graph, first: Node, products: Sequence[ScaledProduct]) -> None:
-    """Moves what `products` read in front of `first`."""
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    needed = _between([operand for product in products for operand in product.operands], order[first], order)
-    for node in sorted(needed, key=order.__getitem__):
-        if node.op != "placeholder":
-            first.prepend(node)
+    return hoisting.obstacle([*others, product], x, linears, order)
 
 
 def apart(products: Sequence[ScaledProduct], others: Iterable[torch.dtype]) -> str:
@@ -256,29 +192,9 @@ def apart(products: Sequence[ScaledProduct], others: Iterable[torch.dtype]) -> s
     )
 
 
-def lost(graph: Graph, products: Sequence[ScaledProduct], linears: Sequence[Node]) -> str | None:
-    """Why what `products` read cannot be made before all of them, now that other groups are rewritten; or None."""
-    if not products:
-        return None
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    members = {*linears, *(product.node for product in products)}
-    operands = [operand for product in products for operand in product.operands]
-    if members & _between(operands, min(map(order.__getitem__, members)), order):
-        return "its input depends on a group that depends on this one"
-    return None
-
-
-def emit(
-    graph: Graph, products: Sequence[ScaledProduct], plain: tuple[Any, ...], rest: tuple[Any, ...], like: Node
-) -> Node:
-    """A call of `mixed_linear` at the insertion point.
-
-    Args:
-        plain: its arguments up to `streams`.
-        rest: its arguments after `fast`.
-        like: whose origin it gets.
-    """
-    low = (
+def operands(graph: Graph, products: Sequence[ScaledProduct]) -> tuple[Any, ...]:
+    """The arguments of `mixed_linear` from `inputs` to `fast`, at the insertion point."""
+    return (
         [product.input for product in products],
         [product.as_weight(graph) for product in products],
         [product.bias for product in products],
@@ -287,7 +203,6 @@ def emit(
         products[0].dtype,
         all(product.fast for product in products),
     )
-    return call(graph, torch.ops.dsv4.mixed_linear.default, (*plain, *low, *rest), like=like)
 
 
 def _brief(dtype: torch.dtype) -> str:

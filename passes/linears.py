@@ -12,13 +12,14 @@ is that activation and weights. Names play no part.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Graph, Node
 
-from dsv4_compile.passes import float8
+from dsv4_compile.passes import float8, opaque
 from dsv4_compile.passes.float8 import ScaledProduct
+from dsv4_compile.passes.opaque import OpaqueProduct
 from dsv4_compile.passes.region import (
     CAST,
     VIEW,
@@ -65,16 +66,32 @@ class Linear:
 
 @dataclass(frozen=True)
 class Group:
-    """Linears of one activation, in program order, and float8 products of what it was quantised to."""
+    """Linears of one activation, in program order, and float8 products of what it was quantised to.
+
+    `side` are the quantised products of other people's operators, which run beside the others on a side stream, and
+    `refused` what the report is to say of those that cannot, where others could.
+    """
 
     x: Node
     linears: tuple[Linear, ...]
     low: tuple[ScaledProduct, ...] = ()
+    side: tuple[OpaqueProduct, ...] = ()
+    refused: tuple[Missed, ...] = ()
 
     @property
-    def members(self) -> list[Linear | ScaledProduct]:
-        """All of them, the float8 products last."""
+    def columns(self) -> int:
+        """Width of the activation."""
+        return int((shape(self.linears[0].weight) or (1,))[-1])
+
+    @property
+    def products(self) -> list[Linear | ScaledProduct]:
+        """Those that ours compute, the float8 products last."""
         return [*self.linears, *self.low]
+
+    @property
+    def members(self) -> list[Linear | ScaledProduct | OpaqueProduct]:
+        """All of them, those of `side` last."""
+        return [*self.products, *self.side]
 
     @property
     def site(self) -> str:
@@ -91,7 +108,7 @@ class Group:
 def find(graph: Graph) -> tuple[list[Group], list[Missed]]:
     """Groups of two or more layers with one activation, in program order, and lookalikes with their reasons.
 
-    Each has a linear; the others may be float8 products.
+    Each has a linear; the others may be float8 products, and other people's operators.
     """
     by_activation: dict[Node, list[Linear]] = defaultdict(list)
     refused: dict[Node, list[tuple[Node, str]]] = defaultdict(list)
@@ -104,17 +121,25 @@ def find(graph: Graph) -> tuple[list[Group], list[Missed]]:
         elif parsed is not None:
             x, why = parsed
             refused[x].append((node, why))
-    missed = [
-        left_alone(node, why)
+    readers = {x: [linear.node for linear in linears] for x, linears in by_activation.items()}
+    low, alone = float8.beside(graph, readers)
+    side, unfit = opaque.beside(graph, readers, low)
+    groups = [Group(x, tuple(v), tuple(low.get(x, ())), tuple(side.get(x, ()))) for x, v in by_activation.items()]
+    groups = [group for group in groups if len(group.members) > 1]
+    taken = {product.node for group in groups for product in group.side}
+    alone += [
+        (node, why)
         for x, nodes in refused.items()
         if len(nodes) + len(by_activation.get(x, ())) > 1
         for node, why in nodes
     ]
-    readers = {x: [linear.node for linear in linears] for x, linears in by_activation.items()}
-    low, alone = float8.beside(graph, readers)
-    missed += [left_alone(node, why) for node, why in alone]
-    groups = [Group(x, tuple(linears), tuple(low.get(x, ()))) for x, linears in by_activation.items()]
-    return [group for group in groups if len(group.linears) + len(group.low) > 1], missed
+    known = dict(alone)
+    missed = [left_alone(node, why) for node, why in known.items() if node not in taken]
+    others: dict[Node, list[Missed]] = defaultdict(list)
+    for x, node, why in unfit:
+        if node not in known:
+            others[x].append(left_alone(node, why))
+    return [replace(group, refused=tuple(others[group.x])) for group in groups], missed
 
 
 def left_alone(node: Node, why: str) -> Missed:

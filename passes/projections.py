@@ -4,6 +4,7 @@
         ├──► view ─► mm(W_1)         ──►       or    dsv4.parallel_linear(x, [...], streams=[0, 0, 1])
         └──► cast ─► mm(W_2)                   or    dsv4.grouped_linear(x, [...], streams=[...]) ──► slices
                                                or    dsv4.mixed_linear(x, [...], ..., [x8], [V_0]) (passes/float8.py)
+                                               or    one of them within dsv4.accompanied_linear    (passes/opaque.py)
 
 What a group is: `linears.py`.
 
@@ -23,12 +24,14 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from dsv4_compile.kernels.environment import word
-from dsv4_compile.passes import float8
+from dsv4_compile.passes import float8, hoisting, opaque
+from dsv4_compile.passes.assignment import assigned
 from dsv4_compile.passes.emission import call, item, reshape_rows
 from dsv4_compile.passes.layout import with_new_strides
 from dsv4_compile.passes.linears import Group, Linear, find, left_alone, operands
+from dsv4_compile.passes.opaque import OpaqueProduct
 from dsv4_compile.passes.region import RESHAPE, VIEW, aten, packet, shape, turns, value
-from dsv4_compile.passes.sites import LinearInfo, PassResult, ProjectionGroup, module_path, source_location
+from dsv4_compile.passes.sites import LinearInfo, Missed, PassResult, ProjectionGroup, module_path, source_location
 
 __all__ = ["ProjectionsPass"]
 
@@ -60,29 +63,11 @@ class ProjectionsPass:
         done, packs = [], []
         moved: dict[Node, Node] = {}
         for group in groups:
-            strategy, reason = self._choose(group)
-            # Where each runs by itself anyway, nobody misses those that do.
-            is_missed = strategy != "serial" or self.strategy == "pack"
-            if strategy != "measured" and any(linear.wide for linear in group.linears):
-                left = "its result is float32, which only a measured group has beside others"
-                missed += [left_alone(linear.node, left) for linear in group.linears if linear.wide and is_missed]
-                group = replace(group, linears=tuple(linear for linear in group.linears if not linear.wide))
-                if len(group.linears) < 2:
-                    continue
-                strategy, reason = self._choose(group)
-            why = (
-                "nothing is measured"
-                if strategy != "measured"
-                else float8.lost(graph, group.low, [linear.node for linear in group.linears])
-            )
-            if group.low and why is not None:
-                left = f"a quantised product (_scaled_mm) keeps its own kernel: {why}"
-                missed += [left_alone(product.node, left) for product in group.low if is_missed]
-                group = replace(group, low=())
-                if len(group.linears) < 2:
-                    continue
-                strategy, reason = self._choose(group)
-            streams = _streams(group, self.num_streams)
+            group, strategy, reason, left = self._settled(graph, group)
+            missed += left
+            if len(group.members) < 2:
+                continue
+            streams = assigned(group, self.num_streams)
             # The activation may itself have been the result of a linear of an earlier group.
             group = replace(group, x=moved.get(group.x, group.x))
             alike: list[list[Linear]] = []
@@ -99,6 +84,57 @@ class ProjectionsPass:
             done.append(_report(group, strategy, reason, streams, len(alike)))
         return PassResult(projections=tuple(done), missed=tuple(missed), packs=tuple(packs))
 
+    def _settled(self, graph: Graph, group: Group) -> tuple[Group, str, str, list[Missed]]:
+        """What of the group runs together, (strategy, reason in words), and what is left alone and missed."""
+        strategy, reason = self._choose(group)
+        # Where each runs by itself anyway, nobody misses those that do.
+        is_missed = strategy != "serial" or self.strategy == "pack"
+        missed = [*group.refused] if self._has_streams else []
+        while True:
+            found, left = self._allowed(graph, group, strategy)
+            if found == group or len(found.members) < 2:
+                return found, strategy, reason, missed + left if is_missed else []
+            # With fewer members another strategy may be possible, which others of them may not be.
+            group, missed = found, missed + left
+            strategy, reason = self._choose(group)
+
+    def _allowed(self, graph: Graph, group: Group, strategy: str) -> tuple[Group, list[Missed]]:
+        """What of the group can run in this way, and why the rest of it is left alone."""
+        missed = []
+        if strategy != "measured" and any(linear.wide for linear in group.linears):
+            left = "its result is float32, which only a measured group has beside others"
+            missed += [left_alone(linear.node, left) for linear in group.linears if linear.wide]
+            group = replace(group, linears=tuple(linear for linear in group.linears if not linear.wide))
+        linears = [linear.node for linear in group.linears]
+        why = hoisting.lost(graph, group.low, linears)
+        if group.low and (why is not None or strategy != "measured"):
+            low, group = group.low, replace(group, low=())
+            found = {} if why is not None or strategy != "streams" else {p.node: opaque.parse(p.node) for p in low}
+            side = [product for product in found.values() if isinstance(product, OpaqueProduct)]
+            group = replace(group, side=(*group.side, *side))
+            left = f"a quantised product (_scaled_mm) keeps its own kernel: {why or 'nothing is measured'}"
+            taken = {product.node for product in side}
+            missed += [left_alone(product.node, left) for product in low if product.node not in taken]
+        if group.side and (why := self._keeps(graph, group, strategy)) is not None:
+            if self._has_streams:
+                missed += [left_alone(product.node, opaque.left(product.node, why)) for product in group.side]
+            group = replace(group, side=())
+        return group, missed
+
+    def _keeps(self, graph: Graph, group: Group, strategy: str) -> str | None:
+        """Why the operators beside the group stay where they are, or None."""
+        if not self._has_streams:
+            return "there are no side streams"
+        if strategy not in ("measured", "streams"):
+            return f"it runs beside others on side streams only, and the strategy is {strategy}"
+        if not group.linears:
+            return "no linear is left that it could run beside"
+        return hoisting.lost(graph, [*group.low, *group.side], [linear.node for linear in group.linears])
+
+    @property
+    def _has_streams(self) -> bool:
+        return self.num_streams > 0 and self.stream_max_tokens > 0
+
     def uuid(self) -> str:
         settings = (self.name, self.strategy, self.num_streams, self.stream_max_tokens, self.pack, _measures())
         return ":".join(map(str, settings))
@@ -112,7 +148,7 @@ class ProjectionsPass:
         if self.strategy == "streams":
             if device != "cuda":
                 return "streams", f"asked for; on {device} there are no streams, so the branches run in turn"
-            return "streams", f"asked for; up to {self.stream_max_tokens} tokens on side streams"
+            return "streams", f"asked for; up to {self.stream_max_tokens} tokens on side streams{self._beside(group)}"
         if self.strategy == "serial":
             return "serial", "asked for"
         if device != "cuda":
@@ -123,7 +159,7 @@ class ProjectionsPass:
                 others = [value(linear.weight).dtype for linear in group.linears]
                 beside = f", with {len(group.low)} float8 products{float8.apart(group.low, others)}"
             when = "for each range of token counts at the first call there"
-            return "measured", f"measured {when}{beside}{self._apart(group)}"
+            return "measured", f"measured {when}{beside}{self._apart(group)}{self._beside(group)}"
         obstacle = _pack_obstacle(group.linears) if self.pack else "the parameters are not at hand in this hook"
         tokens = _tokens(group.x)
         if obstacle is None and (tokens is None or tokens <= _PACK_MAX_TOKENS):
@@ -131,6 +167,12 @@ class ProjectionsPass:
         if self.num_streams and (tokens is None or tokens <= self.stream_max_tokens):
             return "streams", f"cannot be packed: {obstacle}" if obstacle else "the rule: nothing is measured"
         return "serial", f"{tokens} tokens: each product fills the card by itself"
+
+    def _beside(self, group: Group) -> str:
+        """Which operators run beside the group, as the end of a sentence."""
+        names = ", ".join(dict.fromkeys(product.name for product in group.side))
+        upto = f"up to {self.stream_max_tokens} tokens on side stream {opaque.STREAM}"
+        return f"; beside it {names} {upto}, not measured" if names else ""
 
     def _apart(self, group: Group) -> str:
         """Which weights cannot be packed, as the end of a sentence."""
@@ -195,45 +237,19 @@ def _depends_on_data(linear: Linear) -> bool:
     return bool(free_unbacked_symbols(value(linear.node)))
 
 
-def _streams(group: Group, count: int) -> list[int]:
-    """Stream of each linear: 0 for those that stay on the main stream.
-
-    Linears of one owner belong together (their results meet soonest). The owner of the heaviest linear, the earlier
-    one of equals, stays on the main stream; the others go to the auxiliary streams, heaviest first, each to the
-    stream with least work.
-    """
-    owners = [member.owner for member in group.members]
-    if len(set(owners)) == 1:
-        owners = [str(i) for i in range(len(owners))]
-    weight = [2 * linear.features for linear in group.linears] + [product.features for product in group.low]
-    main = owners[max(range(len(weight)), key=lambda i: (weight[i], -i))]
-    total: dict[str, int] = defaultdict(int)
-    for owner, features in zip(owners, weight, strict=True):
-        total[owner] += features
-    load = [0] * count
-    slot = {main: 0}
-    for owner in sorted((o for o in total if o != main), key=lambda o: -total[o]):
-        if not count:
-            slot[owner] = 0
-            continue
-        least = load.index(min(load))
-        load[least] += total[owner]
-        slot[owner] = least + 1
-    return [slot[owner] for owner in owners]
-
-
 def _spread(
     graph: Graph, group: Group, order: dict[Node, int], streams: list[int], max_tokens: int
 ) -> dict[Node, Node]:
     """Emits one `parallel_linear`; returns what stands for each product now."""
-    first = _insertion_point(group, order)
+    first = _prepared(graph, group, order)
     with graph.inserting_before(first):
         weights = [_as_weight(graph, linear) for linear in group.linears]
         biases = [linear.bias for linear in group.linears]
         target = torch.ops.dsv4.parallel_linear.default
-        made = call(graph, target, (group.x, weights, biases, streams, max_tokens), like=first)
+        args = (group.x, weights, biases, streams, max_tokens)
+        made = opaque.emit(graph, target, args, len(weights), group.side, max_tokens, first)
         outputs = [item(graph, made, i) for i in range(len(weights))]
-    return _replace(graph, group, outputs)
+    return _replace(graph, group, outputs) | opaque.put(graph, made, group.side)
 
 
 def _pack(graph: Graph, group: Group, order: dict[Node, int]) -> dict[Node, Node]:
@@ -251,32 +267,28 @@ def _measured(
     graph: Graph, group: Group, order: dict[Node, int], streams: list[int], max_tokens: int, pack: bool
 ) -> dict[Node, Node]:
     """Emits one `grouped_linear`; returns what stands for each product now."""
-    first = _insertion_point(group, order)
-    if group.low:
-        float8.hoist(graph, first, group.low)
-        # Members of later groups may have been moved, and what they read with them.
-        order |= {node: i for i, node in enumerate(graph.nodes)}
+    first = _prepared(graph, group, order)
+    kinds = _by_dtype(group)
     with graph.inserting_before(first):
         weights = [_as_weight(graph, linear) for linear in group.linears]
         biases = [linear.bias for linear in group.linears]
         flags = [linear.wide for linear in group.linears]
-        wide = [flags] if any(flags) else []
+        target, args = torch.ops.dsv4.grouped_linear.default, (group.x, weights, biases, streams)
         if group.low:
-            rest = (max_tokens, pack, *wide)
-            made = float8.emit(graph, group.low, (group.x, weights, biases, streams), rest, first)
-        else:
-            target = torch.ops.dsv4.grouped_linear.default
-            made = call(graph, target, (group.x, weights, biases, streams, max_tokens, pack, *wide), like=first)
+            target, args = torch.ops.dsv4.mixed_linear.default, (*args, *float8.operands(graph, group.low))
+        args = (*args, max_tokens, pack, *([flags] if any(flags) else []))
+        made = opaque.emit(graph, target, args, len(kinds) + len(group.low), group.side, max_tokens, first)
         outputs: dict[Node, Node] = {}
-        for i, linears in enumerate(_by_dtype(group)):
+        for i, linears in enumerate(kinds):
             columns = item(graph, made, i)
             if len(linears) == 1:
                 outputs[linears[0].node] = columns
                 continue
             outputs |= _slices(graph, columns, linears)
-        low = [item(graph, made, i) for i in range(len(_by_dtype(group)), len(_by_dtype(group)) + len(group.low))]
+        low = [item(graph, made, i) for i in range(len(kinds), len(kinds) + len(group.low))]
     moved = _replace(graph, group, [outputs[linear.node] for linear in group.linears])
-    return moved | {product.node: product.put(graph, output) for product, output in zip(group.low, low, strict=True)}
+    moved |= {product.node: product.put(graph, output) for product, output in zip(group.low, low, strict=True)}
+    return moved | opaque.put(graph, made, group.side)
 
 
 def _slices(graph: Graph, made: Node, linears: Sequence[Linear]) -> dict[Node, Node]:
@@ -287,6 +299,16 @@ def _slices(graph: Graph, made: Node, linears: Sequence[Linear]) -> dict[Node, N
         outputs[linear.node] = call(graph, aten.slice.Tensor, (made, -1, start, stop), like=linear.node)
         start = stop
     return outputs
+
+
+def _prepared(graph: Graph, group: Group, order: dict[Node, int]) -> Node:
+    """The insertion point, in front of which everything is made that the group reads."""
+    first = _insertion_point(group, order)
+    if group.low or group.side:
+        hoisting.hoist(graph, first, [*group.low, *group.side])
+        # Members of later groups may have been moved, and what they read with them.
+        order |= {node: i for i, node in enumerate(graph.nodes)}
+    return first
 
 
 def _insertion_point(group: Group, order: dict[Node, int]) -> Node:
@@ -356,11 +378,11 @@ def _report(group: Group, strategy: str, reason: str, streams: list[int], packs:
             member.features,
             str(value(member.weight).dtype).removeprefix("torch."),
             stream if strategy in ("streams", "measured") else 0,
+            member.name if isinstance(member, OpaqueProduct) else "",
         )
-        for member, stream in zip(group.members, streams, strict=True)
+        for member, stream in zip(group.members, [*streams, *[opaque.STREAM] * len(group.side)], strict=True)
     )
-    columns = int((shape(group.linears[0].weight) or (0,))[-1])
     biased = tuple(member.bias is not None for member in group.members)
     packs = packs if strategy == "measured" else 0
     source = source_location(group.linears[0].node)
-    return ProjectionGroup(site, group.x.name, infos, strategy, reason, columns, biased, packs, source=source)
+    return ProjectionGroup(site, group.x.name, infos, strategy, reason, group.columns, biased, packs, source=source)

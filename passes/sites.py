@@ -27,12 +27,14 @@ __all__ = [
 @dataclass(frozen=True)
 class LinearInfo:
     """One linear of a group. `stream` is 0 for the main stream, 1.. for an auxiliary one: where it runs, or where it
-    may if the strategy is "measured"."""
+    may if the strategy is "measured". `operator` is the qualified name of somebody else's operator that it is, empty
+    for products of ours: it has no part in what is measured."""
 
     name: str
     out_features: int
     dtype: str
     stream: int = 0
+    operator: str = ""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from torch.fx import Graph, Node
 
 from dsv4_compile.kernels import linear  # noqa: F401  (registers the operators)
 from dsv4_compile.kernels.environment import word
-from dsv4_compile.passes.region import aten
+from dsv4_compile.kernels.linear.calls import read as read_call
+from dsv4_compile.passes.region import aten, value
 from dsv4_compile.passes.schedule import MAIN, Record, Schedule, Violation, Wait, Work, prove
 from dsv4_compile.passes.sites import module_path
 from dsv4_compile.passes.storages import Storages, arguments, nodes_in, stream_calls
@@ -41,9 +42,13 @@ LEAVING = {torch.ops.dsv4.parallel_linear.default, *JOINT}
 """Operators of ours that put work on side streams. They have the arguments of `parallel_linear`, and `mixed_linear` has
 lists of float8 layers besides, of which the streams come after those of the others."""
 
+ACCOMPANIED = torch.ops.dsv4.accompanied_linear.default
+"""Runs one of `LEAVING` and beside it, on one side stream, operators that are named in its arguments."""
+
 _LOW = ("inputs", "low_weights", "low_biases", "input_scales", "weight_scales")
 
 _MOVED = LEAVING | {
+    ACCOMPANIED,
     torch.ops.dsv4.packed_linear.default,
     aten.mm.default,
     aten.addmm.default,
@@ -87,7 +92,8 @@ def check(graph: Graph, num_streams: int | None = None) -> list[Violation]:
     - the schedule of the graph has no violation of `passes.schedule.prove`: every edge between streams is ordered,
       every fork is joined before the graph ends, no storage is written on one stream while another accesses it, and
       nothing that must stay on the main stream (collectives, `MAIN_STREAM_ONLY`, `confinement`) is elsewhere;
-    - `schema`: an operator that leaves the main stream writes no argument and returns no alias of one;
+    - `schema`: an operator that leaves the main stream writes no argument and returns no alias of one, nor do those
+      that `accompanied_linear` runs;
     - `arguments`: it has as many biases and streams as weights, and at least one;
     - `stream`: its stream numbers are in 0..`num_streams`, and something is left for the main stream;
     - `stale`: no linear reads a tensor whose storage has been written since the tensor was made. Checked before and
@@ -124,8 +130,11 @@ class _Reader:
         if node.target in _MOVED:
             self._refuse_stale(node)
         access = self.storages.visit(node)
-        if node.target in LEAVING and self._is_sound(node):
+        if node.target in LEAVING and self._is_sound(node, node.target, arguments(node)):
             self.actions.extend(self._branches(node))
+            return
+        if node.target is ACCOMPANIED and self._is_sound_beside(node):
+            self.actions.extend(self._beside(node))
             return
         calls = list(stream_calls(node))
         for operator, given in calls:
@@ -144,22 +153,24 @@ class _Reader:
         return (node.meta.get("custom") or {}).get("stream", self._current)
 
     def _branches(self, node: Node) -> Iterator[Work | Record | Wait]:
-        """What `kernels.streams.execute_in_parallel` launches for one operator of `LEAVING`.
+        """What one operator of `LEAVING` launches."""
+        return self._fork(node, node.target, arguments(node), len(value(node) or ()))
+
+    def _fork(self, node: Node, target: Any, given: dict[str, Any], count: int) -> Iterator[Work | Record | Wait]:
+        """What `kernels.streams.execute_in_parallel` launches for `target`, whose are the first `count` results.
 
         Those of `JOINT` are taken for each layer on the stream it is given, of all they may do that with most streams:
         packed, what shares an output runs in one product or in turn. Columns of an output are storages of their own
         here, until the output is whole: that comes after all of them.
         """
-        given, main, site = arguments(node), self._stream(node), module_path(node)
-        joint = node.target in JOINT
+        main, site = self._stream(node), module_path(node)
+        joint = target in JOINT
         members = _members(given)
         works: dict[int, list[Work]] = {0: []}
         for i, slot in enumerate(given["streams"]):
-            operands = nodes_in(members[i])
-            reads = frozenset(storage for operand in operands for storage in self.storages.of(operand))
             stream = main if slot == 0 else ("auxiliary", slot)
             written = frozenset({(node.name, "columns", i)}) if joint else self.storages.of(node, i)
-            work = Work(f"{node.name}[{i}]", stream, reads, written, site)
+            work = Work(f"{node.name}[{i}]", stream, self._read_by(members[i]), written, site)
             works.setdefault(slot, []).append(work)
         yield Record((node.name, "fork"), main)
         yield from works.pop(0)
@@ -170,7 +181,30 @@ class _Reader:
             yield Wait((node.name, slot), main)
         if joint:
             columns = frozenset((node.name, "columns", i) for i in range(len(members)))
-            yield Work(node.name, main, columns, self.storages.of(node), site)
+            whole = frozenset(storage for i in range(count) for storage in self.storages.of(node, i))
+            yield Work(node.name, main, columns, whole, site)
+
+    def _beside(self, node: Node) -> Iterator[Work | Record | Wait]:
+        """What `accompanied_linear` launches: its first operator, and meanwhile the others, in turn on one stream."""
+        given, main, site = arguments(node), self._stream(node), module_path(node)
+        (target, group), *others = _calls(given)
+        slot = given.get("stream", 1)
+        stream = ("auxiliary", slot) if slot else main
+        yield Record((node.name, "beside"), main)
+        yield from self._fork(node, target, group, given["results"][0])
+        yield Wait((node.name, "beside"), stream)
+        position = given["results"][0]
+        for (operator, named), count in zip(others, given["results"][1:], strict=True):
+            made = range(position, position + count)
+            written = frozenset(storage for i in made for storage in self.storages.of(node, i))
+            what = f"{node.name}: {operator}"
+            yield Work(what, stream, self._read_by(list(named.values())), written, site, confinement(operator))
+            position += count
+        yield Record((node.name, "joined"), stream)
+        yield Wait((node.name, "joined"), main)
+
+    def _read_by(self, operands: Any) -> frozenset[Hashable]:
+        return frozenset(storage for operand in nodes_in(operands) for storage in self.storages.of(operand))
 
     def _synchronise(self, node: Node, operator: str, given: dict[str, Any]) -> None:
         """An operator of torch's namespace `streams`; those that are not named here order no two streams."""
@@ -193,24 +227,47 @@ class _Reader:
                 sentence = f"{node.name} reads {operand.name}, whose storage {writer.name} has written since"
                 self._refuse(node, "stale", sentence)
 
-    def _is_sound(self, node: Node) -> bool:
-        """Whether the node is such that it can be taken apart; otherwise it is refused."""
+    def _is_sound(self, node: Node, target: Any, given: dict[str, Any]) -> bool:
+        """Whether the call of `target` is such that it can be taken apart; otherwise the node is refused."""
         known = len(self.found)
-        schema = node.target._schema
-        if any(a.alias_info is not None for a in [*schema.arguments, *schema.returns]):
-            self._refuse(node, "schema", f"{schema.name} leaves the main stream and writes or returns an argument")
-        given = arguments(node)
+        self._refuse_writer(node, target)
         weights, biases, streams = (given.get(name) or [] for name in ("weights", "biases", "streams"))
         low = [len(given.get(name) or []) for name in _LOW]
         if not weights or len(weights) != len(biases) or len(streams) != len(weights) + low[0] or len(set(low)) > 1:
             counts = f"{len(weights)} weights, {len(biases)} biases and {len(streams)} streams"
             self._refuse(node, "arguments", f"{node.name} has {counts}")
+        self._refuse_streams(node, streams)
+        if streams and 0 not in streams and len(self.found) == known:
+            self._refuse(node, "stream", f"{node.name} leaves nothing for the main stream: {list(streams)}")
+        return len(self.found) == known
+
+    def _is_sound_beside(self, node: Node) -> bool:
+        """`_is_sound` for `accompanied_linear` and all that it runs."""
+        known = len(self.found)
+        given = arguments(node)
+        try:
+            (target, group), *others = _calls(given)
+        except (RuntimeError, ValueError, LookupError) as error:
+            self._refuse(node, "arguments", f"{node.name} cannot be read: {error}")
+            return False
+        if sum(given["results"]) != len(value(node) or ()):
+            self._refuse(node, "arguments", f"{node.name} has other results than {list(given['results'])}")
+        if target not in LEAVING:
+            self._refuse(node, "arguments", f"{node.name} runs {target} on the main stream")
+        for operator, _ in others:
+            self._refuse_writer(node, operator)
+        self._refuse_streams(node, [given.get("stream", 1)])
+        return len(self.found) == known and self._is_sound(node, target, group)
+
+    def _refuse_writer(self, node: Node, target: Any) -> None:
+        schema = target._schema
+        if any(a.alias_info is not None for a in [*schema.arguments, *schema.returns]):
+            self._refuse(node, "schema", f"{schema.name} leaves the main stream and writes or returns an argument")
+
+    def _refuse_streams(self, node: Node, streams: list[int]) -> None:
         highest = max(streams, default=0) if self._num_streams is None else self._num_streams
         if any(not 0 <= stream <= highest for stream in streams):
             self._refuse(node, "stream", f"{node.name} uses streams {list(streams)}, and there are 0 to {highest}")
-        elif 0 not in streams:
-            self._refuse(node, "stream", f"{node.name} leaves nothing for the main stream: {list(streams)}")
-        return len(self.found) == known
 
     def _refuse(self, node: Node, kind: str, sentence: str) -> None:
         self.found.append(Violation(node.name, module_path(node), kind, sentence))
@@ -220,6 +277,21 @@ def _members(given: dict[str, Any]) -> list[tuple[Any, ...]]:
     """What each layer of an operator with these arguments reads."""
     plain = [(given["x"], *own) for own in zip(given["weights"], given["biases"], strict=True)]
     return plain + list(zip(*(given.get(name) or [] for name in _LOW), strict=True))
+
+
+def _calls(given: dict[str, Any]) -> list[tuple[Any, dict[str, Any]]]:
+    """The operators that `accompanied_linear` runs with these arguments, and what each is given, by name."""
+    tensors, sizes = [given["x"], *given["tensors"]], given["sizes"]
+    texts = zip(given["operators"], given["arguments"], given["results"], strict=True)
+    found = []
+    for name, text, _ in texts:
+        call = read_call(name, text)
+        args, named = call.given(tensors, sizes)
+        names = [argument.name for argument in call.operator._schema.arguments]
+        found.append((call.operator, dict(zip(names, args, strict=False)) | named))
+    if not found:
+        raise ValueError("it runs nothing")
+    return found
 
 
 def confinement(target: Any) -> str:

@@ -159,8 +159,8 @@ class Depends(nn.Module):
         return [self.q.product(rows, scale), self.other(x)]
 
 
-class Blocks(nn.Module):
-    """Numbers of another float8."""
+class Other(nn.Module):
+    """An input of another float8."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class Blocks(nn.Module):
         return [self.q(x), self.gate(x), self.other(x)]
 
 
-class Computed(Blocks):
+class Computed(Other):
     """A weight that is computed from an activation."""
 
     def forward(self, x: Tensor) -> list[Tensor]:
@@ -186,7 +186,7 @@ class Computed(Blocks):
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [(Depends, "depends on another product"), (Blocks, "its operands are"), (Computed, "computed, not a parameter")],
+    [(Depends, "depends on another product"), (Computed, "computed, not a parameter")],
 )
 def test_a_float8_product_that_cannot_join_is_left_with_its_reason(kind: type[nn.Module], reason: str) -> None:
     module, x = kind(), torch.randn(5, 64).to(BF16)
@@ -197,7 +197,23 @@ def test_a_float8_product_that_cannot_join_is_left_with_its_reason(kind: type[nn
     assert "keeps its own kernel" in missed.reason and reason in missed.reason
 
 
-@pytest.mark.parametrize("strategy", ["pack", "streams", "serial"])
+def test_a_float8_product_that_no_launch_can_have_runs_beside_the_group_as_it_is() -> None:
+    module, x = Other(), torch.randn(5, 64).to(BF16)
+    out, graph = auto(module, x)
+    assert_like_eager(out, module, x)
+    assert names(graph) == [["gate", "other", "q"]] and not graph.missed
+    assert [one.operator for one in graph.projections[0].linears] == ["", "", "aten::_scaled_mm"]
+
+
+def test_streams_take_float8_products_as_they_are() -> None:
+    module, x = Attention(), torch.randn(5, 64).to(BF16)
+    out, graph = run(module, x, projections="streams")
+    assert_like_eager(out, module, x)
+    assert names(graph) == [["gate", "state", "index", "q", "kv"]] and not graph.missed
+    assert [one.operator for one in graph.projections[0].linears] == [*[""] * 3, *["aten::_scaled_mm"] * 2]
+
+
+@pytest.mark.parametrize("strategy", ["pack", "serial"])
 def test_other_strategies_leave_float8_products_alone(strategy: str) -> None:
     module, x = Attention(), torch.randn(5, 64).to(BF16)
     out, graph = run(module, x, projections=strategy)

@@ -1,0 +1,120 @@
+"""Moving what a product reads in front of the group that it joins.
+
+        x ──┬──► mm(W_0)                            x ──┬──► quantise ──┐
+            └──► quantise ──► product(V_0)    ──►       └──► group(x, [W_0], ..., V_0)
+
+A product that is no linear of its activation itself may read something that is made from it. How does not matter: the
+nodes between are moved in front of the group as they are, if they are such that they can be.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch.fx import Graph, Node
+
+from dsv4_compile.passes.region import aten
+from dsv4_compile.passes.verify import confinement
+
+__all__ = ["MOST_STEPS", "PRODUCTS", "Joining", "activation", "hoist", "lost", "obstacle"]
+
+MOST_STEPS = 64
+"""Nodes between an activation and what a product of the group reads, at most."""
+PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten._scaled_mm}
+
+
+class Joining(Protocol):
+    """A product that is to join a group, and all that it reads now."""
+
+    @property
+    def node(self) -> Node: ...
+
+    @property
+    def operands(self) -> tuple[Node, ...]: ...
+
+
+def activation(
+    starts: Iterable[Node], known: Collection[Node], is_product: Callable[[Node], bool], steps: int = MOST_STEPS
+) -> Node | None:
+    """The nearest of `known` that `starts` are made from, without a product and fewer than `steps` nodes between."""
+    rest = deque(starts)
+    seen = set(rest)
+    while rest and len(seen) < steps:
+        node = rest.popleft()
+        if node in known:
+            return node
+        if is_product(node):
+            continue
+        for parent in node.all_input_nodes:
+            if parent not in seen:
+                seen.add(parent)
+                rest.append(parent)
+    return None
+
+
+def obstacle(products: Sequence[Joining], x: Node, linears: Sequence[Node], order: Mapping[Node, int]) -> str | None:
+    """Why `products` cannot run where the first of them and of the linears of `x` is, or None."""
+    between = _between((operand for product in products for operand in product.operands), order[x], order)
+    members = {*linears, *(product.node for product in products)}
+    if members & between:
+        return "its input depends on another product of the activation"
+    first = min(map(order.__getitem__, members))
+    late = [node for node in between if order[node] > first]
+    last = max(order[node] for node in (*late, *(product.node for product in products)))
+    for node, position in order.items():
+        if first < position < last and _writes(node):
+            return f"{node.name} writes between the first of them and what it reads"
+    for node in late:
+        if reason := _immovable(node):
+            return f"its input is made by {node.name}, which {reason}"
+    return None
+
+
+def lost(graph: Graph, products: Sequence[Joining], linears: Sequence[Node]) -> str | None:
+    """Why what `products` read cannot be made before all of them, now that other groups are rewritten; or None."""
+    if not products:
+        return None
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    members = {*linears, *(product.node for product in products)}
+    operands = [operand for product in products for operand in product.operands]
+    if members & _between(operands, min(map(order.__getitem__, members)), order):
+        return "its input depends on a group that depends on this one"
+    return None
+
+
+def hoist(graph: Graph, first: Node, products: Sequence[Joining]) -> None:
+    """Moves what `products` read in front of `first`."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    needed = _between([operand for product in products for operand in product.operands], order[first], order)
+    for node in sorted(needed, key=order.__getitem__):
+        if node.op != "placeholder":
+            first.prepend(node)
+
+
+def _between(nodes: Iterable[Node], since: int, order: Mapping[Node, int]) -> set[Node]:
+    """`nodes` and all that they are made from, as far as it comes after position `since`."""
+    rest, found = list(nodes), set()
+    while rest:
+        node = rest.pop()
+        if node not in found and order[node] > since:
+            found.add(node)
+            rest += node.all_input_nodes
+    return found
+
+
+def _writes(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _immovable(node: Node) -> str:
+    """Why a node must stay where it is; empty when it need not."""
+    if node.op in ("placeholder", "get_attr"):
+        return ""
+    if _writes(node):
+        return "writes"
+    plain = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
+    return confinement(node.target) if plain else "is no operator of torch's kind"
