@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch.fx import Graph, Node
 
-from dsv4_compile.passes.region import aten
+from dsv4_compile.passes.region import aten, value
 from dsv4_compile.passes.verify import confinement
 
 __all__ = ["MOST_STEPS", "PRODUCTS", "Joining", "activation", "hoist", "lost", "obstacle"]
@@ -116,5 +116,7 @@ def _immovable(node: Node) -> str:
         return ""
     if _writes(node):
         return "writes"
+    if isinstance(value(node), torch.SymInt | int):
+        return ""  # arithmetic of sizes, which are functions of Python in a graph
     plain = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
     return confinement(node.target) if plain else "is no operator of torch's kind"

@@ -606,7 +606,7 @@ def test_report_survives_json():
         "cudagraphs",
         "streams",
     } <= set(graph)
-    assert graph["projections"][0]["linears"][0].keys() == {"name", "out_features", "dtype", "stream"}
+    assert graph["projections"][0]["linears"][0].keys() == {"name", "out_features", "dtype", "stream", "operator"}
     assert graph["mhc"][0].keys() >= {"site", "form", "norm_fused", "kernel", "streams", "hidden", "iters", "eps"}
     assert report["effective"]["capture_sizes"]["reason"]
 
