@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import dsv4_compile
@@ -408,51 +409,102 @@ def test_a_schema_that_allows_aliases_is_refused(name: str, reason: str) -> None
     assert reason in str(opaque.parse(node))
 
 
-def test_a_triton_kernel_and_a_functionalised_operator_have_a_reason() -> None:
-    graph = Graph()
-    nodes = []
-    for name, fake in (("x", torch.empty(5, 64)), ("w", torch.empty(8, 64, dtype=FLOAT8)), ("o", torch.empty(5, 8))):
-        nodes.append(graph.placeholder(name))
-        nodes[-1].meta["val"] = fake
+def test_a_triton_kernel_of_the_activation_is_missed_with_its_reason() -> None:
+    """As the graph has a kernel of Triton's that no operator wraps: the Hugging Face hub's, say."""
+    gm = traced(attention, *tensors())
+    (node,) = (n for n in gm.graph.nodes if n.target is ops.int8_linear.default)
     wrapper = torch.ops.higher_order.triton_kernel_wrapper_functional
-    given: dict[str, Any] = dict(zip("xwo", nodes, strict=True))
-    kernel = graph.call_function(wrapper, (), {"kernel_idx": 0, "kwargs": given, "tensors_to_clone": ["o"]})
-    functionalised = graph.call_function(
-        torch.ops.higher_order.auto_functionalized_v2,
-        (ops.writing_linear.default,),
-        {"x": nodes[0], "weight": nodes[1]},
-    )
-    for node, reason in ((kernel, "no operator with a schema of its own"), (functionalised, "writes its arguments")):
-        assert opaque.parse(node) is not None and reason in str(opaque.parse(node))
-    assert "(quantised::writing_linear)" in opaque.left(functionalised, "")
+    given = {"x": node.args[0], "w": node.args[1], "out": node.args[0]}
+    with gm.graph.inserting_before(node):
+        kernel = gm.graph.call_function(wrapper, (), {"kernel_idx": 0, "kwargs": given, "tensors_to_clone": ["out"]})
+        made = gm.graph.call_function(operator.getitem, (kernel, "out"))
+    made.meta["val"] = node.meta["val"]
+    kernel.meta["val"] = {"out": node.meta["val"]}
+    node.replace_all_uses_with(made)
+    gm.graph.erase_node(node)
+    result = ProjectionsPass("streams")(gm.graph)
+    assert [len(group.linears) for group in result.projections] == [2]
+    (missed,) = result.missed
+    assert "(triton_kernel_wrapper_functional)" in missed.reason
+    assert "no operator with a schema of its own" in missed.reason
 
 
-def test_scaled_mm_with_scales_by_blocks_runs_beside_the_group() -> None:
+@pytest.mark.parametrize("version", [1, 2])
+def test_scaled_mm_with_scales_by_blocks_runs_beside_the_group(version: int) -> None:
     """As DeepSeek's checkpoints have them. A CPU has no such product, so only the graph is looked at."""
+    if version == 2 and not hasattr(torch.nn.functional, "scaled_mm"):
+        pytest.skip("this torch has no scaled_mm")
+
+    def product(rows: Tensor, w: Tensor, scales: Tensor, w_scales: Tensor) -> Tensor:
+        if version == 1:
+            return torch._scaled_mm(rows, w.t(), scale_a=scales, scale_b=w_scales.t(), out_dtype=BF16)
+        recipes = torch.nn.functional.ScalingType.BlockWise1x128, torch.nn.functional.ScalingType.BlockWise128x128
+        return torch.nn.functional.scaled_mm(
+            rows, w.t(), scales, recipes[0], w_scales.t(), recipes[1], output_dtype=BF16
+        )
 
     def function(x: Tensor, x8: Tensor, scales: Tensor, gate: Tensor, w: Tensor, w_scales: Tensor) -> list[Tensor]:
         rows = (x * 0 + x8.to(BF16)).to(FLOAT8)
-        low = torch._scaled_mm(rows, w.t(), scale_a=scales, scale_b=w_scales.t(), out_dtype=BF16)
-        return [torch.mm(x, gate.t()), low]
+        return [torch.mm(x, gate.t()), product(rows, w, scales, w_scales)]
 
     with FakeTensorMode():
         inputs = [
-            torch.empty(16, 256, dtype=BF16, device="cuda"),
-            torch.empty(16, 256, dtype=FLOAT8, device="cuda"),
-            torch.empty(2, 16, device="cuda").t(),
-            torch.empty(32, 256, dtype=BF16, device="cuda"),
-            torch.empty(384, 256, dtype=FLOAT8, device="cuda"),
-            torch.empty(3, 2, device="cuda"),
+            torch.empty(16, 512, dtype=BF16, device="cuda"),
+            torch.empty(16, 512, dtype=FLOAT8, device="cuda"),
+            torch.empty(4, 16, device="cuda").t(),
+            torch.empty(32, 512, dtype=BF16, device="cuda"),
+            torch.empty(384, 512, dtype=FLOAT8, device="cuda"),
+            torch.empty(3, 4, device="cuda"),
         ]
         gm = make_fx(function)(*inputs)
         result = ProjectionsPass("auto", pack=False)(gm.graph)
     gm.graph.lint()
     (group,) = result.projections
-    assert not result.missed and [one.operator for one in group.linears] == ["", "aten::_scaled_mm"]
+    name = "aten::_scaled_mm" if version == 1 else "aten::_scaled_mm_v2"
+    assert not result.missed and [one.operator for one in group.linears] == ["", name]
     (node,) = (n for n in gm.graph.nodes if n.target is torch.ops.dsv4.accompanied_linear.default)
     (_, wanted, *_), _ = node.meta["eager_input_vals"]
-    assert [tuple(one.stride()) for one in wanted if one.shape == (16, 2)] == [(1, 16)]
+    assert [tuple(one.stride()) for one in wanted if one.shape == (16, 4)] == [(1, 16)]
     assert not verify.check(gm.graph, 3)
+
+
+class Of(nn.Module):
+    """An operator of torch's with a weight in int8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.q = plain(16), Int8(48)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        x = x * 2
+        return [self.gate(x), torch.ops.aten._weight_int8pack_mm(x, self.q.weight, self.q.scale.to(BF16))]
+
+
+def test_quantised_products_of_torch_run_beside_the_group() -> None:
+    module, x = Of(), torch.randn(5, 64).to(BF16)
+    out, graph = auto(module, x, strict=True)
+    assert_like_eager(out, module, x)
+    assert [one.operator for one in graph.projections[0].linears] == ["", "aten::_weight_int8pack_mm"]
+
+
+class Core(nn.Module):
+    """Arithmetic of torch's with parameters of one byte a number: a table, and a matrix that rows are multiplied by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.other, self.small = plain(16), plain(8), Int8(5)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        x = x * 2
+        rows = torch.embedding(self.small.weight, x.argmax(-1) % 5)
+        return [x * self.small.weight, rows, self.gate(x), self.other(x)]
+
+
+def test_arithmetic_of_torch_is_left_to_inductor() -> None:
+    module, x = Core(), torch.randn(5, 64).to(BF16)
+    out, graph = auto(module, x, strict=True)
+    assert_like_eager(out, module, x, exact=False)
+    assert names(graph) == [["gate", "other"]]
 
 
 # ----------------------------------------------------------------------------------------------------- random graphs
