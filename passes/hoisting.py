@@ -81,7 +81,8 @@ def lost(graph: Graph, products: Sequence[Joining], linears: Sequence[Node]) -> 
     order = {node: i for i, node in enumerate(graph.nodes)}
     members = {*linears, *(product.node for product in products)}
     operands = [operand for product in products for operand in product.operands]
-    if members & _between(operands, min(map(order.__getitem__, members)), order):
+    # The first of them counts, too.
+    if members & _between(operands, min(map(order.__getitem__, members)) - 1, order):
         return "its input depends on a group that depends on this one"
     return None
 

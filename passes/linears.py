@@ -95,8 +95,8 @@ class Group:
 
     @property
     def site(self) -> str:
-        """The deepest module that contains all members."""
-        parts = [member.owner.split(".") for member in self.members]
+        """The deepest module that contains all products of ours; operators are called in all kinds of places."""
+        parts = [member.owner.split(".") for member in self.products]
         common = []
         for names in zip(*parts, strict=False):
             if len(set(names)) > 1:

@@ -111,7 +111,7 @@ class ProjectionsPass:
             low, group = group.low, replace(group, low=())
             found = {} if why is not None or strategy != "streams" else {p.node: opaque.parse(p.node) for p in low}
             side = [product for product in found.values() if isinstance(product, OpaqueProduct)]
-            group = replace(group, side=(*group.side, *side))
+            group = replace(group, side=tuple(sorted((*group.side, *side), key=lambda product: product.node)))
             left = f"a quantised product (_scaled_mm) keeps its own kernel: {why or 'nothing is measured'}"
             taken = {product.node for product in side}
             missed += [left_alone(product.node, left) for product in low if product.node not in taken]
@@ -370,11 +370,17 @@ def _along_chain(graph: Graph, linear: Linear, output: Node) -> Node:
     return output
 
 
+def _name(node: Node, site: str) -> str:
+    """What the report calls a product of a group at `site`."""
+    path = module_path(node)
+    return node.name if path in ("", site) else path.removeprefix(site + ".")
+
+
 def _report(group: Group, strategy: str, reason: str, streams: list[int], packs: int) -> ProjectionGroup:
     site = group.site
     infos = tuple(
         LinearInfo(
-            module_path(member.node).removeprefix(site + ".") or member.node.name,
+            _name(member.node, site),
             member.features,
             str(value(member.weight).dtype).removeprefix("torch."),
             stream if strategy in ("streams", "measured") else 0,

@@ -80,12 +80,14 @@ def _run(
     work = functools.partial(_all, others, x, tensors, sizes, results[1:])
     if not stream:
         return _one(first, x, tensors, sizes, results[0]) + work()
+    everything = [x, *tensors]
+    read = frozenset().union(*(call.reads for call in others))
     made, sides = auxiliary.execute_in_parallel(
         functools.partial(_one, first, x, tensors, sizes, results[0]),
         [*[None] * (stream - 1), work],
         x.device,
         enabled=math.prod(x.shape[:-1]) <= max_tokens,
-        inputs=(x, *tensors),
+        inputs=[everything[i] for i in read],
     )
     return made + sides[-1]
 

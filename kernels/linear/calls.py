@@ -36,6 +36,12 @@ class Call:
     args: Sequence[Any]
     named: Mapping[str, Any]
 
+    @functools.cached_property
+    def reads(self) -> frozenset[int]:
+        """The places of the tensors that it reads."""
+        places = _places([*self.args, *self.named.values()])
+        return frozenset(place.index for place in places if place.kind == "tensor")
+
     def given(self, tensors: Sequence[Any], sizes: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
         """Its arguments, by position and by name, with `tensors` and `sizes` put in their places."""
         lists = {"tensor": tensors, "size": sizes}
@@ -121,6 +127,12 @@ def _put(argument: Any, lists: Mapping[str, Sequence[Any]]) -> Any:
     if isinstance(argument, _At):
         return lists[argument.kind][argument.index]
     return [_put(one, lists) for one in argument] if isinstance(argument, list) else argument
+
+
+def _places(argument: Any) -> list[_At]:
+    if isinstance(argument, list):
+        return [place for one in argument for place in _places(one)]
+    return [argument] if isinstance(argument, _At) else []
 
 
 def flattened(made: Any) -> list[Tensor]:

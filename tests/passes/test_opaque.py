@@ -139,6 +139,25 @@ def test_operators_with_a_functional_schema_run_beside_the_group(shape: tuple[in
     assert "q:32 by quantised::fp8_linear on stream 1" in str(dsv4_compile.report())
 
 
+class Direct(nn.Module):
+    """A module that calls an operator itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.small = plain(16), Int8(48)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        x = x * 2
+        return [self.gate(x), ops.int8_linear(x, self.small.weight, self.small.scale)]
+
+
+def test_an_operator_that_no_module_of_its_own_calls_has_a_name() -> None:
+    module, x = Direct(), torch.randn(5, 64).to(BF16)
+    out, graph = auto(module, x, strict=True)
+    assert_like_eager(out, module, x)
+    assert names(graph) == [["gate", "int8_linear"]]
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
 def test_static_and_dynamic_shapes_and_the_strides_that_an_operator_wants(compiler: str, dynamic: bool) -> None:
@@ -316,6 +335,32 @@ def test_groups_behind_each_other(strategy: str) -> None:
     out, graph = run(module, x, projections=strategy, strict=strategy == "auto")
     assert_like_eager(out, module, x)
     assert [len(group.linears) for group in graph.projections] == [5, 5, 5]
+
+
+class Crossed(nn.Module):
+    """Two groups, each with an operator that reads what a linear of the other has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early, self.late = plain(64), plain(8)
+        self.first, self.last = plain(64), plain(8)
+        self.of_x, self.of_y = Int8(32), Int8(48)
+
+    def forward(self, x: Tensor, y: Tensor) -> list[Tensor]:
+        x, y = x * 2, y * 3
+        early, first = self.early(y), self.first(x)
+        of_x, of_y = self.of_x(x * early.sigmoid()), self.of_y(y * first.sigmoid())
+        return [early, first, of_x, of_y, self.late(y), self.last(x)]
+
+
+@pytest.mark.parametrize("strategy", ["auto", "streams"])
+def test_groups_that_would_wait_for_each_other_are_parted(strategy: str) -> None:
+    module, inputs = Crossed(), (torch.randn(5, 64).to(BF16), torch.randn(5, 64).to(BF16))
+    out, graph = run(module, *inputs, projections=strategy)
+    assert_like_eager(out, module, *inputs, exact=False)
+    assert names(graph) == [["early", "late", "of_y"], ["first", "last"]]
+    (missed,) = graph.missed
+    assert missed.site.endswith("of_x") and "depends on a group that depends on this one" in missed.reason
 
 
 class Both(nn.Module):
