@@ -14,10 +14,13 @@ from torch import Tensor
 from dsv4_compile.kernels import linear, streams
 from dsv4_compile.kernels.linear import accompanied, calls
 from tests.kernels import quantised_operators as quantised
+from tests.kernels import test_streams
 from tests.kernels.quantised_operators import BF16, FLOAT8
 
 GPU = pytest.mark.gpu
 ops = torch.ops.quantised
+log = test_streams.log
+"""A CUDA that notes what is asked of it."""
 
 
 class Placed:
@@ -127,6 +130,36 @@ def test_all_but_the_first_are_on_one_side_stream_in_their_order(monkeypatch: py
         assert_same(made, want)
         assert ran == ["int8_linear", "packed_pair"] * 2
         assert forks == [([False, False, True], leaves), ([False, True], True)]
+
+
+def test_the_order_of_what_is_recorded_where_the_linears_fork_as_well(
+    log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The outer fork comes first, and its side last, right before its join: the linears run beside it."""
+    real = streams.execute_in_parallel
+
+    def as_on_cuda(main: Any, sides: Any, device: object, enabled: bool = True, inputs: Sequence[Tensor] = ()) -> Any:
+        return real(main, sides, "cuda", enabled)
+
+    monkeypatch.setattr(streams, "execute_in_parallel", as_on_cuda)
+    x, _, written = layers()
+    want = expected(written)
+    log.clear()
+    assert_same(linear.accompanied_linear(*arguments(x, *written)), want)
+    assert log == [
+        "main records",
+        "main records",
+        "side 2 waits for event of main",
+        "side 2 records",
+        "main waits for event of side 2",
+        "side 1 waits for event of main",
+        "side 1 records",
+        "main waits for event of side 1",
+    ]
+    log.clear()
+    with streams.serial():
+        assert_same(linear.accompanied_linear(*arguments(x, *written)), want)
+    assert log == []
 
 
 @pytest.mark.parametrize(
