@@ -165,7 +165,8 @@ class ProjectionsPass:
         if obstacle is None and (tokens is None or tokens <= _PACK_MAX_TOKENS):
             return "pack", "one product reads all weights (the rule: nothing is measured)"
         if self.num_streams and (tokens is None or tokens <= self.stream_max_tokens):
-            return "streams", f"cannot be packed: {obstacle}" if obstacle else "the rule: nothing is measured"
+            why = f"cannot be packed: {obstacle}" if obstacle else "the rule: nothing is measured"
+            return "streams", f"{why}{self._beside(group)}"
         return "serial", f"{tokens} tokens: each product fills the card by itself"
 
     def _beside(self, group: Group) -> str:

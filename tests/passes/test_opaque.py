@@ -203,6 +203,19 @@ def test_without_streams_they_stay_where_they_are(options: dict[str, int]) -> No
     assert names(graph) == [["gate", "state"]] and not graph.missed
 
 
+@pytest.mark.parametrize("packs", [True, False])
+def test_by_the_rule_they_join_a_group_on_streams(packs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSV4_MEASURE", "0")
+    if not packs:
+        monkeypatch.setattr(projections, "_pack_obstacle", lambda linears: "not in this test")
+    module, x = Attention(), torch.randn(5, 64).to(BF16)
+    out, graph = auto(module, x)
+    assert_like_eager(out, module, x, exact=False)
+    (group,) = graph.projections
+    assert (group.strategy, len(group.linears)) == (("pack", 2) if packs else ("streams", 5))
+    assert len(graph.missed) == (3 if packs else 0) and ("; beside it" in group.reason) is not packs
+
+
 class One(nn.Module):
     """A linear and its reader come before the operator."""
 
@@ -289,7 +302,19 @@ def test_an_operator_that_cannot_join_is_left_with_its_reason(
     assert reason in missed.reason
 
 
-@pytest.mark.parametrize("module", [lambda: Near("wide_linear", dtype=BF16), Whole])
+class Scales(Depends):
+    """A parameter of one byte a number that is no matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = nn.Parameter(torch.ones(64, dtype=torch.int8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        x = x * 2
+        return [ops.int8_linear(x, self.gate.weight, self.numbers), self.gate(x), self.other(x)]
+
+
+@pytest.mark.parametrize("module", [lambda: Near("wide_linear", dtype=BF16), Whole, Scales])
 def test_what_reads_no_quantised_parameter_is_not_spoken_of(module: Callable[[], nn.Module]) -> None:
     near, x = module(), torch.randn(64, 64).to(BF16)
     out, graph = auto(near, x, strict=True)
@@ -314,6 +339,25 @@ def test_operators_of_an_activation_without_linears_are_not_spoken_of() -> None:
     out, graph = auto(module, x, strict=True)
     assert_like_eager(out, module, x, exact=False)
     assert names(graph) == [["gate", "up"]] and not graph.missed
+
+
+class Behind(nn.Module):
+    """DeepSeek's query: an operator whose input another one makes from the activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.other, self.q_a, self.q_b = plain(16), plain(8), Int8(64), Int8(32)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        x = x * 2
+        return [self.q_b(self.q_a(x).relu()), self.gate(x), self.other(x)]
+
+
+def test_an_operator_behind_another_is_not_spoken_of() -> None:
+    module, x = Behind(), torch.randn(5, 64).to(BF16)
+    out, graph = auto(module, x, strict=True)
+    assert_like_eager(out, module, x, exact=False)
+    assert names(graph) == [["gate", "other", "q_a"]] and not graph.missed
 
 
 class Layers(nn.Module):
@@ -443,15 +487,30 @@ def test_a_write_between_keeps_the_operator_where_it_is() -> None:
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("view_linear", "returns a view of an argument"), ("doubtful_linear", "may write its arguments")],
+    [
+        ("view_linear", "returns a view of an argument"),
+        ("doubtful_linear", "may write its arguments"),
+        ("writing_linear", "the operator writes its arguments"),
+    ],
 )
 def test_a_schema_that_allows_aliases_is_refused(name: str, reason: str) -> None:
     def function(x: Tensor, small: Tensor) -> Tensor:
-        return getattr(ops, name)(x, small)
+        return getattr(ops, name)(x, small, *([x[0]] if name == "writing_linear" else []))
 
     gm = traced(function, torch.randn(5, 64), torch.randn(64, 64).to(FLOAT8))
-    (node,) = (n for n in gm.graph.nodes if n.op == "call_function")
+    (node,) = (n for n in gm.graph.nodes if getattr(n.target, "namespace", "") == "quantised")
     assert reason in str(opaque.parse(node))
+
+
+def test_tensors_on_several_devices_are_refused() -> None:
+    with FakeTensorMode():
+        x, gate, state = (torch.empty(rows, 64, device="cuda") for rows in (5, 16, 8))
+        small = torch.empty(32, 64, dtype=torch.int8, device="cuda")
+        gm = make_fx(attention)(x, gate, state, small, torch.empty(32))
+        result = ProjectionsPass("streams")(gm.graph)
+    assert [len(group.linears) for group in result.projections] == [2]
+    (missed,) = result.missed
+    assert missed.reason.endswith("it has tensors on cpu and cuda:0")
 
 
 def test_a_triton_kernel_of_the_activation_is_missed_with_its_reason() -> None:
