@@ -3,9 +3,10 @@
     hf::fp8_linear(x, weight, scale, [128, 128], out_dtype=torch.bfloat16)          tensors = [x, weight, scale]
 
     "hf::fp8_linear.default"
-    {"args": [{"tensor": 0}, {"tensor": 1}, {"tensor": 2}, [128, 128]], "named": {"out_dtype": {"dtype": "bfloat16"}}}
+    {'args':[{'tensor':0},{'tensor':1},{'tensor':2},[128,128]],'named':{'out_dtype':{'dtype':'bfloat16'}}}
 
-Tensors and symbolic sizes are places in lists that the call gets when it is made; all else is in the text.
+Tensors and symbolic sizes are places in lists that the call gets when it is made; all else is in the text. That is JSON
+with other quotation marks: Inductor's C++ wrapper puts the text between double ones as it is.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ __all__ = ["Call", "flattened", "name_of", "read", "write"]
 
 _NAMED = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 """Kinds of constants that are attributes of `torch`."""
+
+_MARKS = (("%", "%25"), ("\\", "%5C"), ("'", "%27"), ('"', "'"))
+"""What stands for what in the text."""
 
 Place = Callable[[Any], "dict[str, int] | None"]
 """`{"tensor": i}` or `{"size": i}` for what has a place, None for a constant."""
@@ -69,7 +73,10 @@ def write(args: Sequence[Any], named: Mapping[str, Any], place: Place) -> str:
         "args": [_written(one, place) for one in args],
         "named": {k: _written(one, place) for k, one in named.items()},
     }
-    return json.dumps(record, separators=(",", ":"))
+    text = json.dumps(record, separators=(",", ":"))
+    for mark, stands in _MARKS:
+        text = text.replace(mark, stands)
+    return text
 
 
 def _written(argument: Any, place: Place) -> Any:
@@ -104,7 +111,10 @@ def read(name: str, text: str) -> Call:
             f"The operator {name} is not registered in this process; import what registers it before the model runs."
         ) from None
     try:
-        record = json.loads(text)
+        plain = text
+        for mark, stands in reversed(_MARKS):
+            plain = plain.replace(stands, mark)
+        record = json.loads(plain)
         return Call(
             operator, [_parsed(one) for one in record["args"]], {k: _parsed(v) for k, v in record["named"].items()}
         )
