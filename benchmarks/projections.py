@@ -15,7 +15,8 @@ replay by replay; median. The inputs and weights are random.
   other. Its result is one tensor.
 - `skinny: ...`: up to 64 tokens, the plans of the kernel for few tokens (docs/projections.md), on the same weights.
 - `ours`: `dsv4::grouped_linear` as `projections="auto"` runs it. Its choice is measured in this run, by itself.
-- `floor`: weights, input and outputs at 3.0 TB/s, or the products at 800 TFLOP/s, whichever takes longer.
+- `floor`: weights, input and outputs as fast as a large copy in the same run, or the products at 800 TFLOP/s, whichever takes
+  longer.
 
 In the table `mixed` the query and key projections are float8 (e4m3, scaled by tensor), with an input of their own; in
 the first columns they are one product of `torch._scaled_mm`. `ours` is `dsv4::mixed_linear` on all seven as
@@ -41,7 +42,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from graph_timing import REPLAYS, Calls, sets_beyond_l2, side_by_side  # beside this script
+from graph_timing import REPLAYS, Calls, microseconds, sets_beyond_l2, side_by_side  # beside this script
 from torch import Tensor
 from torch.nn import functional
 
@@ -53,11 +54,20 @@ from dsv4_compile.kernels.linear.products import FLOAT8, Scaled
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 MIXED_TOKENS = (1, 8, 16, 32, 64, 256, 1024)
 CALLS = 20
-BANDWIDTH, FLOPS = 3.0e12, 800e12
+FLOPS = 800e12
 METHOD = (
     f"microseconds a group: median of {REPLAYS} replays of a CUDA graph of {CALLS} groups or more over sets beyond "
     "twice L2, columns taking turns; see benchmarks/projections.py"
 )
+
+
+@functools.cache
+def bandwidth() -> float:
+    """Bytes a second that a copy on the device reads and writes; without one, an H100's."""
+    if not torch.cuda.is_available():
+        return 3.0e12
+    source, to = (torch.empty(1 << 30, dtype=torch.uint8, device="cuda") for _ in range(2))
+    return 2e6 * source.numel() / microseconds([lambda: to.copy_(source)] * 2)
 
 
 @dataclass(frozen=True)
@@ -75,9 +85,9 @@ class Group:
         return 2 * self.columns * sum(self.features)
 
     def floor(self, tokens: int) -> float:
-        """Microseconds."""
+        """Microseconds at `bandwidth`."""
         moved = self.weight_bytes + 2 * tokens * (self.columns + sum(self.features))
-        return 1e6 * max(moved / BANDWIDTH, 2 * tokens * self.columns * sum(self.features) / FLOPS)
+        return 1e6 * max(moved / bandwidth(), 2 * tokens * self.columns * sum(self.features) / FLOPS)
 
 
 # q, kv, the compressor's kv and gate, the indexer's kv and gate, the indexer's weights.
@@ -309,7 +319,7 @@ def measure_mixed(tokens: int) -> dict[str, float]:
     )
     moved = weight_bytes + tokens * (3 * MIXED_REST.columns + 2 * (sum(LOW_FEATURES) + sum(REST)))
     products = 2 * tokens * MIXED_REST.columns * (sum(LOW_FEATURES) / 2 + sum(REST))
-    return {"floor": 1e6 * max(moved / BANDWIDTH, products / FLOPS), **row}
+    return {"floor": 1e6 * max(moved / bandwidth(), products / FLOPS), **row}
 
 
 # --------------------------------------------------------------------------------------------------------------- host
@@ -392,7 +402,7 @@ def measure_all(tables: list[str], tokens: list[int] | None) -> dict[str, Any]:
         result["seconds"][table] = round(time.perf_counter() - begun, 1)
     if torch.cuda.is_available() and (reason := skinny.unavailable()) is not None:
         print(f"\nThe columns of the skinny product are torch's: {reason}")
-    return {**result, "choices": linear.choices()}
+    return {**result, "bandwidth": bandwidth(), "choices": linear.choices()}
 
 
 def tiny() -> None:
