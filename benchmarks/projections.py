@@ -15,8 +15,8 @@ replay by replay; median. The inputs and weights are random.
   other. Its result is one tensor.
 - `skinny: ...`: up to 64 tokens, the plans of the kernel for few tokens (docs/projections.md), on the same weights.
 - `ours`: `dsv4::grouped_linear` as `projections="auto"` runs it. Its choice is measured in this run, by itself.
-- `floor`: weights, input and outputs as fast as a large copy in the same run, or the products at 800 TFLOP/s, whichever takes
-  longer.
+- `floor`: weights, input and outputs as fast as a large copy in the same run, or the products at 800 TFLOP/s,
+  whichever takes longer.
 
 In the table `mixed` the query and key projections are float8 (e4m3, scaled by tensor), with an input of their own; in
 the first columns they are one product of `torch._scaled_mm`. `ours` is `dsv4::mixed_linear` on all seven as
