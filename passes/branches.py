@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
-from dsv4_compile.passes.roofline import Cost
+from dsv4_compile.passes.roofline import LAUNCH, Cost
 from dsv4_compile.passes.units import Units, bits
 
 __all__ = ["Declined", "Split", "find", "fork_us"]
@@ -118,6 +118,8 @@ class _Search:
         self.whole = units.cost(self.every)
         self.serial = self._elapsed(self.whole.us, self.whole.launches)
         self.trials = 0
+        self.small = False
+        """Whether a fork was passed over because all that it divides takes less than it costs."""
 
     def _elapsed(self, device: float, launches: int, events: float = 0.0) -> float:
         """What goes by: without a CUDA graph no less than the host takes."""
@@ -125,12 +127,13 @@ class _Search:
 
     def split(self) -> Split | Declined:
         best: _Trial | None = None
-        for readers in self._forks():
-            found = self._improved(readers, self.serial if best is None else best.forked)
+        for readers, barred in itertools.product(self._forks(), {self.barred, self.barred | self.main_only}):
+            found = self._improved(readers, barred, self.serial if best is None else best.forked)
             if found is not None and (best is None or found.forked < best.forked):
                 best = found
         if best is None:
-            return Declined("no chains in it are independent of each other")
+            few = f"{self.serial:.1f} us of work are too few for a fork"
+            return Declined(few if self.small else "no chains in it are independent of each other")
         if self.serial - best.forked < MARGIN:
             return Declined(self._too_little(best))
         return self._made(best)
@@ -161,12 +164,13 @@ class _Search:
         found = [readers for readers in every if 2 <= readers.bit_count() <= MOST_READERS]
         return sorted(found, key=lambda readers: -(readers | units.needing(readers)).bit_count())
 
-    def _improved(self, readers: int, limit: float) -> _Trial | None:
-        """The best trial behind one fork, None where there is none or none below `limit` microseconds."""
+    def _improved(self, readers: int, barred: int, limit: float) -> _Trial | None:
+        """The best trial behind one fork with nothing that is `barred` on a branch, None where there is none or where
+        none can be below `limit` microseconds."""
         below = readers | self.units.needing(readers)
-        barred = below & self.barred
-        free = below & ~(barred | self.units.needing(barred))
+        free = below & ~(barred | self.units.needing(below & barred))
         if self._bound(self.every & ~below | free) > limit:
+            self.small = True
             return None
         reached = [1 << one | self.units.after[one] for one in bits(readers)]
         best = self._trial(below, free & ~_twice(reached))
@@ -245,7 +249,7 @@ class _Search:
         main = max(range(1 + sides), key=lambda i: (bool(streams[i] & self.main_only), loads[i].us))
         order = [main, *sorted((i for i in range(1 + sides) if i != main), key=lambda i: -loads[i].us)]
         total = sum(loads, Cost())
-        critical = max(max(load.us for load in loads), total.memory, total.products)
+        critical = max(max(load.us for load in loads), LAUNCH + max(total.memory, total.products))
         events = fork_us(sides, self.captured)
         forked = self._elapsed(around.us + critical + events, around.launches + total.launches, events)
         chosen = tuple(streams[i] for i in order)
