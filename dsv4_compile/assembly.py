@@ -238,7 +238,8 @@ class Assembler:
         known = plan.tokens if plan.tokens.symbols <= making.sizes.found.keys() else Tokens()
         brancher = None
         if self.branching is not None:
-            brancher = Brancher(self.branching, known, making.captures, self.sites)
+            captures = making.captures and self.policy.takes(known)
+            brancher = Brancher(self.branching, known, captures, self.sites)
         made: list[tuple[str, Part, Code, str]] = []
         for one in plan.cuts:
             for step in self._steps(making, one, brancher):

@@ -195,6 +195,15 @@ def test_in_pieces_that_nothing_captures(forked: Forks, monkeypatch: pytest.Monk
     assert all(piece.kind == "compiled" for piece in graph().pieces)
 
 
+def test_token_counts_that_are_not_recorded_are_launched_by_the_host(forked: Forks) -> None:
+    module, x = Chains(), torch.randn(600, 16)
+    for sizes, has_branches in ((None, False), ([600], True), ([5], False)):
+        torch._dynamo.reset()
+        options = {"cudagraphs": "full", "capture_sizes": sizes}
+        torch.testing.assert_close(compiled(module, dynamic=False, **options)(x), module(x))
+        assert bool(graph().branches[0].branches) == has_branches, sizes
+
+
 def test_a_fork_that_is_not_proved_is_none(forked: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
     fault = Violation("mm", "layers.0", "order", "something is wrong")
     monkeypatch.setattr(verify, "check_fork", lambda *parts: [fault])
