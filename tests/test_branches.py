@@ -212,13 +212,27 @@ def test_a_fork_that_is_not_proved_is_none(forked: Forks, monkeypatch: pytest.Mo
     assert not forked and "it is not proved to be safe: order at layers.0: something is wrong" in str(effective())
 
 
-def test_a_wrong_branch_is_found_by_verify(forked: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, x = Chains(), torch.randn(5, 16)
-    run = compiled(module, verify=2)
+@pytest.mark.parametrize("wrong", [False, True])
+def test_verify_compares_what_is_replayed_with_the_branches_as_code(
+    forked: Forks, monkeypatch: pytest.MonkeyPatch, wrong: bool
+) -> None:
+    real = forks.execute_in_parallel
+
+    def spoiled(*given: Any, **more: Any) -> tuple[Any, list[Any]]:
+        first, sides = real(*given, **more)
+        # Two layers: in the first call, which is compared as a whole, in the second, and when that is recorded.
+        return first, [[x + 1 for x in side] for side in sides] if wrong and len(forked) in (5, 6) else sides
+
+    monkeypatch.setattr(forks, "execute_in_parallel", spoiled)
+    module = Chains()
+    run = compiled(module, verify=1)
     for _ in range(5):
+        x = torch.randn(5, 16)
         torch.testing.assert_close(run(x), module(x))
-    assert graph().notes == ["verify: 2 of the first 2 calls were compared, and none differed"]
-    assert graph().cudagraphs.replays > 0 and not graph().cudagraphs.fallbacks
+    assert graph().notes == ["verify: 1 of the first 1 calls were compared, and none differed"]
+    reasons = [one["reason"] for one in graph().cudagraphs.fallbacks]
+    assert len(reasons) == wrong and graph().cudagraphs.replays == 3
+    assert all("its graph gave another result than its code" in reason for reason in reasons)
 
 
 def test_state_that_is_written_is_written_behind_the_branches(forked: Forks) -> None:
