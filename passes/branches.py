@@ -40,8 +40,8 @@ EVENT, HOST_LAUNCH = 1.7, 5.0
 """Microseconds of the host for an event, recorded or waited for, and for a launch, where nothing is captured."""
 MOST_READERS = 16
 """Of a value that is taken for a fork: the pairs of groups are a cube of them."""
-MOST_TRIALS = 4000
-"""Divisions of a piece that are looked at, so that a large one takes a second or two."""
+MOST_TRIALS = 1500
+"""Divisions of a piece that are looked at, so that a large one takes some seconds at most."""
 
 
 @dataclass(frozen=True)

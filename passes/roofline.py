@@ -102,7 +102,8 @@ Reduction = tuple[int, int]
 
 def reduction_of(node: Node) -> Reduction | None:
     """What kind of reduction `node` is, None where it is none."""
-    if torch.Tag.reduction not in getattr(node.target, "tags", ()):
+    tag = getattr(torch.Tag, "reduction", None)  # an older torch does not say which operators are
+    if tag is None or tag not in getattr(node.target, "tags", ()):
         return None
     read = max((_elements(n.meta.get("val")) for n in node.all_input_nodes), default=1)
     return read, max(map(_elements, tree_leaves(node.meta.get("val"))))

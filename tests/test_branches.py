@@ -119,6 +119,24 @@ def test_layers_share_the_code_of_their_branches(forked: Forks) -> None:
     assert graph().branches[0].count >= 5
 
 
+def test_views_of_an_input_that_several_pieces_read(forked: Forks) -> None:
+    """Each piece makes its own, so pieces have operators that are not theirs."""
+
+    class Shared(Chains):
+        def forward(self, x: Tensor, table: Tensor) -> Tensor:  # type: ignore[override]
+            view = table.view(5, 16).t()
+            for layer in self.layers:
+                x = layer(x + view.t()) * view.t()
+            return x
+
+    module, table = Shared(4), torch.randn(80)
+    run = compiled(module)
+    for _ in range(3):
+        x = torch.randn(5, 16)
+        torch.testing.assert_close(run(x, table), module(x, table))
+    assert not graph().notes and sum(site.count for site in graph().branches if site.branches) == 4
+
+
 def test_without_the_option_nothing_is_divided(forked: Forks) -> None:
     module, x = Chains(), torch.randn(5, 16)
     torch.testing.assert_close(compiled(module, branches=False)(x), module(x))

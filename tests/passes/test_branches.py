@@ -219,6 +219,43 @@ def test_a_write_to_what_both_chains_read_stays_where_it_was() -> None:
     assert {fault.kind for fault in faults} == {"order"}
 
 
+def test_a_read_behind_a_write_is_not_moved_before_it_whatever_the_name() -> None:
+    def aliased(x: Tensor, state: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        other = state.view(-1)
+        old = chain(x + state, a, a, a)
+        state.copy_(x)
+        return old + chain(x + other.view(TOKENS, WIDTH), b, b, b)
+
+    inputs = [torch.randn(TOKENS, WIDTH), *x_and_weights(2)]
+    assert "independent" in declined(graph_of(aliased, *inputs))
+
+
+def test_random_numbers_are_drawn_in_the_order_of_the_graph() -> None:
+    def drawn(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        left = chain(x, a, a, a)
+        first = torch.bernoulli(left.sigmoid())
+        second = torch.rand_like(a)  # needs nothing of the chains
+        return left * first + chain(x, b, b, b) * second[:TOKENS]
+
+    found = split_of(graph_of(drawn, *x_and_weights(2)))
+    assert [products(part) for part in found.branches] == [3, 3]
+    targets = [node.target for node in found.suffix]
+    assert targets.index(aten.bernoulli.default) < targets.index(aten.rand_like.default)
+
+
+def test_a_chain_that_nobody_needs_is_no_branch() -> None:
+    def two(x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return chain(x, a, a, a), chain(x, b, b, b)
+
+    graph = graph_of(two, *x_and_weights(2))
+    assert isinstance(find(graph, 3), Split)
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    output.args = (output.args[0][:1],)
+    found = find(graph, 3)
+    last = [node for node in graph.nodes if not node.users and node.op == "call_function"]
+    assert isinstance(found, Declined) or not any(node in part for node in last for part in found.branches)
+
+
 def test_operators_that_are_not_torchs_stay_on_the_main_stream() -> None:
     def custom(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         return own(chain(x, a, a)) + chain(x, b, b, b, b)
@@ -242,7 +279,7 @@ def test_operators_that_are_not_torchs_stay_on_the_main_stream() -> None:
 def random_function(seed: int) -> Callable[..., tuple[Tensor, ...]]:
     def function(x: Tensor, y: Tensor, w: Tensor, v: Tensor, state: Tensor) -> tuple[Tensor, ...]:
         choose = random.Random(seed)
-        values, recent = [x, y], 0
+        values, recent, alias = [x, y], 0, state.view(-1)
         for _ in range(choose.randrange(6, 40)):
             recent = len(values) - 1 if choose.random() < 0.5 else choose.randrange(len(values))
             one, other = values[recent], choose.choice(values)
@@ -256,7 +293,7 @@ def random_function(seed: int) -> Callable[..., tuple[Tensor, ...]]:
             elif kind == 5:
                 values.append(torch.cat([one[:2], other[2:]]))
             elif kind == 6:
-                values.append((one + state).tanh())
+                values.append((one + choose.choice([state, alias.view(TOKENS, WIDTH)])).tanh())
             elif kind == 7 and choose.random() < 0.3:
                 state.copy_(one * 0.5)
             else:
