@@ -213,6 +213,20 @@ def test_in_pieces_that_nothing_captures(forked: Forks, monkeypatch: pytest.Monk
     assert all(piece.kind == "compiled" for piece in graph().pieces)
 
 
+def test_branches_of_inductor_whose_sizes_are_symbols(forked: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSV4_PIECES", "1")
+    monkeypatch.setattr(branches, "HOST_LAUNCH", 0.0)
+    monkeypatch.setattr(branches, "EVENT", 0.1)
+    module = Chains()
+    run = compiled(module, cudagraphs="off", compiler="inductor", dynamic=True, stream_max_tokens=64)
+    for tokens in (5, 2, 64, 65, 300):
+        x = torch.randn(tokens, 16)
+        forked.clear()
+        torch.testing.assert_close(run(x), module(x), rtol=1e-5, atol=1e-6)
+        assert forked == [(1, tokens <= 64)] * 2
+    assert graph().dynamic and not graph().notes and len(dsv4_compile.report().graphs) == 1
+
+
 def test_token_counts_that_are_not_recorded_are_launched_by_the_host(forked: Forks) -> None:
     module, x = Chains(), torch.randn(600, 16)
     for sizes, has_branches in ((None, False), ([600], True), ([5], False)):
