@@ -127,7 +127,8 @@ class _Search:
 
     def split(self) -> Split | Declined:
         best: _Trial | None = None
-        for readers, barred in itertools.product(self._forks(), {self.barred, self.barred | self.main_only}):
+        kept_out = dict.fromkeys((self.barred, self.barred | self.main_only))
+        for readers, barred in itertools.product(self._forks(), kept_out):
             found = self._improved(readers, barred, self.serial if best is None else best.forked)
             if found is not None and (best is None or found.forked < best.forked):
                 best = found

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import flop_registry
 
 from dsv4_compile.passes.extraction import shares_memory
 
@@ -90,7 +89,7 @@ def is_free(node: Node) -> bool:
 
 def is_fusable(node: Node) -> bool:
     """Whether Inductor writes it into a kernel with its neighbours."""
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target._overloadpacket in flop_registry:
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target._overloadpacket in _formulas():
         return False
     lowered, called = _of_inductor()
     return node.target in lowered and node.target not in called
@@ -121,9 +120,17 @@ def _of_inductor() -> tuple[Any, Any]:
     return lowering.lowerings, lowering.fallbacks
 
 
+@functools.cache
+def _formulas() -> dict[Any, Callable[..., Any]]:
+    """How many operations a product has, by operator; the module imports Triton, so it is imported when asked for."""
+    from torch.utils.flop_counter import flop_registry
+
+    return flop_registry
+
+
 def product_us(node: Node) -> float:
     """Microseconds of the products of `node`, 0 where it is none that the registry knows."""
-    formula: Callable[..., Any] | None = flop_registry.get(getattr(node.target, "_overloadpacket", None))
+    formula = _formulas().get(getattr(node.target, "_overloadpacket", None))
     value = node.meta.get("val")
     if formula is None or not isinstance(value, torch.Tensor):
         return 0.0
