@@ -158,7 +158,8 @@ def test_replays_are_compared_with_the_code_of_the_branches() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("projections", ["serial", "streams", "auto"])
-def test_the_real_model_with_branches_equals_eager(projections: str) -> None:
+def test_the_real_model_with_branches_equals_eager(projections: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "_devices", {})
     model = deepseek((SLIDING, CSA, HCA, CSA), hidden=64, hash_layers=0).cuda()
     run = compiled(model, projections=projections, mhc="auto")
     for _ in range(4):
