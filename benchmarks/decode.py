@@ -5,10 +5,11 @@
 
 The model is that of benchmarks/model.py: Flash's widths, four layers, bfloat16, random weights. Each cell is a process.
 It fills the cache of transformers with a prompt, eagerly, and then feeds token by token; `dsv4-static` goes on with
-`StaticDeepseekV4Cache`. Of the cache of transformers Dynamo makes a graph for each phase, so the first `--first` steps
-are compilations; all cells take theirs beside each other. Then the cells measure in turns, nothing else running:
-`--steps` further steps, each timed by the host's clock between two waits for the device. What is compiled or recorded
-in these counts. Reported are
+`StaticDeepseekV4Cache`. Columns that end in `-branches` have the option `branches`; they are measured when they are
+named. Of the cache of transformers Dynamo makes a graph for each phase, so the first `--first` steps are compilations;
+all cells take theirs beside each other. Then the cells measure in turns, nothing else running: `--steps` further steps,
+each timed by the host's clock between two waits for the device. What is compiled or recorded in these counts. Reported
+are
 
 - `tokens_per_s` of the measured steps, everything counted;
 - `steady_ms`: the median step of those; `host_ms`: the median time until the call returned, without the wait behind it;
@@ -17,7 +18,7 @@ in these counts. Reported are
 - `first_s`: seconds of the first steps, and `first_slow`, those of them that took more than a second; `prompt_s`, at
   batch 1 and where the cache is that of transformers: of a prompt through the compiled model, before those;
 - `same`: how many rows of greedy tokens, all steps, are those of the first column (bfloat16: rounding may part them);
-- for this backend `graphs`, `captured` and `compiled` pieces of the last one, `replays` and `bytes`.
+- for this backend `graphs`, `captured` and `compiled` pieces of the last one, `replays`, `bytes` and `branches`.
 
 Inductor's CUDA graphs overwrite what a call returned before, the cache too. Where PyTorch refuses to go on because of
 it, the cell starts again, in a fresh process, and clones the cache after each step (`cloned`), as its error advises.
@@ -48,7 +49,10 @@ COLUMNS: dict[str, dict[str, Any]] = {
     "dsv4": {"backend": "dsv4"},
     "dsv4-pieces": {"backend": "dsv4", "options": {"cudagraphs": "piecewise"}},
     "dsv4-static": {"backend": "dsv4", "options": {"cudagraphs": "full"}},
+    "dsv4-branches": {"backend": "dsv4", "options": {"branches": True}},
+    "dsv4-static-branches": {"backend": "dsv4", "options": {"cudagraphs": "full", "branches": True}},
 }
+DEFAULT = [name for name in COLUMNS if not name.endswith("branches")]
 PROMPT = 1000
 LOCK = Path(tempfile.gettempdir(), "dsv4-decode.lock")
 
@@ -73,14 +77,16 @@ class Generation:
         with torch.no_grad(), FileLock(LOCK):  # a long prompt of many rows takes tens of gigabytes for a moment
             self.token = self._best(ids, cache)
             torch.cuda.empty_cache()
-        if arguments.column == "dsv4-static":
+        if arguments.column.startswith("dsv4-static"):
             cache = StaticDeepseekV4Cache.of(cache, model, shape[1] + arguments.first + 2 * arguments.steps)
             model.set_attn_implementation(ATTENTION)
         model.compile(**COLUMNS[arguments.column])
         self.cache, self.clones = cache, arguments.clones
         self.tokens: list[list[int]] = []
         self.prompt_s: float | None = None
-        if batch == 1 and arguments.column != "dsv4-static":  # its results round otherwise, so they are not used
+        if batch == 1 and not arguments.column.startswith(
+            "dsv4-static"
+        ):  # its results round otherwise, so they are not used
             with torch.no_grad():
                 start = time.perf_counter()
                 self._best(ids, DynamicCache(config=model.config))
@@ -185,6 +191,7 @@ def _wait() -> None:
 
 def _report() -> dict[str, Any]:
     import dsv4_compile
+    from dsv4_compile.report import branch_text
 
     graphs = dsv4_compile.report().graphs
     kinds = [piece.kind for piece in graphs[-1].pieces]
@@ -194,6 +201,7 @@ def _report() -> dict[str, Any]:
         "compiled": kinds.count("compiled"),
         "replays": sum(graph.cudagraphs.replays for graph in graphs),
         "bytes": sum(graph.cudagraphs.bytes for graph in graphs),
+        "branches": [branch_text(site) for graph in graphs for site in graph.branches],
         "fallbacks": [one["reason"] for graph in graphs for one in graph.cudagraphs.fallbacks][:5],
     }
 
@@ -216,7 +224,7 @@ def launched(column: str, batch: int, arguments: argparse.Namespace, folder: str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--columns", type=lambda text: text.split(","), default=list(COLUMNS))
+    parser.add_argument("--columns", type=lambda text: text.split(","), default=DEFAULT)
     parser.add_argument("--batch", default="1,32", help="comma-separated")
     parser.add_argument("--first", type=int, default=64, help="steps that compile, before what is measured")
     parser.add_argument("--steps", type=int, default=256)

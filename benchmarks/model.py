@@ -18,6 +18,9 @@ HCA, CSA), 32 experts as grouped products, bfloat16, the hyper-connections' para
   to a float32 run of the same weights on the same inputs, over the norm of that run (experts in a loop, TF32 off). In
   bfloat16 a router can choose other experts than in float32; that is part of the error, eager's too.
 
+`dsv4-branches` is `dsv4` with the option `branches`; how many pieces have some is in `replaced`. It is measured when it
+is named: `--columns eager,dsv4,dsv4-branches`.
+
 A decode row is one step after 1021 tokens. The step changes Hugging Face's cache, so before each call, outside of the
 measured time, the cache is set back to the state after the prompt: every call does the same work. At 1021 no window of
 the compressors closes.
@@ -63,6 +66,7 @@ class Column:
 
     backend: str | None = None
     mode: str | None = None
+    options: dict[str, Any] | None = None
 
 
 @dataclass
@@ -96,7 +100,9 @@ COLUMNS = {
     "inductor-ro": Column("inductor", "reduce-overhead"),
     "dsv4": Column("dsv4"),
     "dsv4-ro": Column("dsv4", "reduce-overhead"),
+    "dsv4-branches": Column("dsv4", options={"branches": True}),
 }
+DEFAULT = [name for name in COLUMNS if name != "dsv4-branches"]
 METHOD = (
     "host clock around single calls with an idle device before and after, columns taking turns, median of {calls} "
     "after {warmup} warm-ups; "
@@ -276,7 +282,7 @@ def make_way(model: Any, work: Work, column: Column, warmup: int, caches: Path |
         return Way(model, Cell())
     weights = itertools.chain(model.parameters(), model.buffers())
     own = copy.deepcopy(model, {id(weight): weight for weight in weights})
-    run = torch.compile(own, backend=column.backend, mode=column.mode)
+    run = torch.compile(own, backend=column.backend, mode=column.mode, options=column.options)
     with caches_in(caches):
         cell = Cell(compile_s=seconds_of(work, run))
         for _ in range(warmup):
@@ -315,7 +321,10 @@ def _replaced() -> str:
     groups = [group.strategy for graph in report.graphs for group in graph.projections]
     strategies = ", ".join(f"{groups.count(name)} {name}" for name in sorted(set(groups)))
     missed = sum(len(graph.missed) for graph in report.graphs)
-    return f"{len(report.graphs)} graph(s), {sites} mHC sites, projections: {strategies or 'none'}; {missed} missed"
+    divided = sum(site.count for graph in report.graphs for site in graph.branches if site.branches)
+    branches = f", {divided} pieces with branches" if report.requested["branches"] else ""
+    found = f"{sites} mHC sites, projections: {strategies or 'none'}{branches}"
+    return f"{len(report.graphs)} graph(s), {found}; {missed} missed"
 
 
 # ------------------------------------------------------------------------------------------------------------ results
@@ -447,7 +456,7 @@ def measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
         eager = logits_of(work, model)
         exact = None if arguments.no_float32 else float32_logits(model, work)
         ways: dict[str, Way] = {}
-        for name in track(chosen(arguments.columns, COLUMNS), f"Compiling for {row}", delay=0):
+        for name in track(chosen(arguments.columns or ",".join(DEFAULT), COLUMNS), f"Compiling for {row}", delay=0):
             began = time.perf_counter()
             caches = None if arguments.caches is None else arguments.caches / f"{row}-{name}"
             ways[name] = make_way(model, work, COLUMNS[name], arguments.warmup, caches)
@@ -465,7 +474,7 @@ def measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", help=f"comma-separated, of {', '.join(ROWS)}; all when left out")
-    parser.add_argument("--columns", help=f"comma-separated, of {', '.join(COLUMNS)}; all when left out")
+    parser.add_argument("--columns", help=f"comma-separated, of {', '.join(COLUMNS)}; the first five when left out")
     parser.add_argument("--calls", type=int, default=30, help="calls that are timed")
     parser.add_argument("--warmup", type=int, default=5, help="calls before them; CUDA graphs need three")
     parser.add_argument("--json", type=Path, help="file for the results; $OUT/model-<card>.json when OUT is set")

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
-import itertools
 import logging
 import threading
 import weakref
@@ -27,13 +25,18 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, GraphModule, Node
 
+from dsv4_compile.branching import Brancher, Branching
+from dsv4_compile.fingerprint import fingerprint
 from dsv4_compile.passes import capturability, keys, pieces
 from dsv4_compile.passes.capturability import Tokens
 from dsv4_compile.passes.extraction import Extract, extract, symbols_of
 from dsv4_compile.passes.keys import Key
 from dsv4_compile.passes.pieces import Cut
+from dsv4_compile.passes.roofline import is_free
+from dsv4_compile.passes.sites import BranchSite
 from dsv4_compile.report import TAKEN_OVER, CudaGraphs, Piece
-from dsv4_compile.runtime.program import Code, Sizes, evaluated, function_of, program
+from dsv4_compile.runtime.forks import joint
+from dsv4_compile.runtime.program import Code, Part, Sizes, evaluated, function_of, program
 from dsv4_compile.runtime.recorder import Recorder, recorder_of
 from dsv4_compile.runtime.runner import Ahead, Policy, Runner, plain
 
@@ -125,6 +128,24 @@ def _example(value: Any, symbol: sympy.Symbol, count: sympy.Integer) -> Any:
         return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device).zero_()
 
 
+@dataclass(frozen=True)
+class _Making:
+    """What all pieces of a graph are made with. `captures` is whether something captures them."""
+
+    gm: GraphModule
+    sizes: Sizes
+    static: set[Node]
+    fingerprint: str
+    settings: dict[str, Any]
+    captures: bool
+
+    def extracted(self, one: Cut) -> tuple[Extract, list[bool], Key]:
+        """The piece, which of its inputs are parameters, and its key."""
+        part = extract(self.gm, one.nodes, self.sizes.of)
+        is_static = [node in self.static for node in part.inputs]
+        return part, is_static, keys.key_of(part.module, is_static)
+
+
 @dataclass
 class Assembler:
     """Compiles one graph in pieces, and captures them as `mode` and `policy` say.
@@ -132,7 +153,9 @@ class Assembler:
     Attributes:
         mode: as the option `cudagraphs`.
         observe: is given the key of each piece, its graph, and the code that Inductor has written for it.
+        branching: how pieces are divided into branches, or None when they are not.
         pieces: for the report.
+        sites: for the report: pieces that were, or might have been, divided.
         met: for the report: those of `split_ops` that the graph has.
         whole: why the graph was not cut.
     """
@@ -140,10 +163,12 @@ class Assembler:
     mode: str = "off"
     policy: Policy = field(default_factory=Policy)
     split_ops: tuple[str, ...] = ()
+    branching: Branching | None = None
     compile_piece: CompilePiece | None = None
     observe: Callable[[str, Graph, str], None] | None = None
     cudagraphs: CudaGraphs = field(default_factory=CudaGraphs)
     pieces: list[Piece] = field(default_factory=list)
+    sites: list[BranchSite] = field(default_factory=list)
     met: list[str] = field(default_factory=list)
     compiled: int = 0
     """Pieces that had to be compiled."""
@@ -162,6 +187,7 @@ class Assembler:
             self.whole = self.whole or "there is no place to cut it"
         except Exception as error:
             self.pieces.clear()
+            self.sites.clear()
             self.cudagraphs.mode = "off"
             brief = (str(error) or "no message").splitlines()[0]
             self.whole = f"it could not be cut ({type(error).__name__}: {brief})"
@@ -180,7 +206,8 @@ class Assembler:
         static = {placeholders[i] for i in settings.get("static_input_idxs", ())}
         recorder = self._recorder(placeholders)
         if recorder is None:
-            return _Plan(placeholders, static, pieces.cut(graph, static), Tokens(), None)
+            tokens = Tokens() if self.branching is None else capturability.tokens_of(graph, static)
+            return _Plan(placeholders, static, pieces.cut(graph, static), tokens, None)
         tokens = capturability.tokens_of(graph, static)
         apart = capturability.obstacles(graph, static, tokens, _device(placeholders))
         whole = self.mode != "piecewise" and not apart  # one graph may hold what split_ops names
@@ -207,23 +234,22 @@ class Assembler:
         return recorder
 
     def _assemble(self, gm: GraphModule, plan: _Plan, settings: dict[str, Any]) -> Any:
-        sizes = Sizes(plan.placeholders)
-        fingerprint, static = _fingerprint(), plan.static
-        made: list[tuple[str, Extract, Code, str]] = []
-        for number, one in enumerate(plan.cuts):
-            part = extract(gm, one.nodes, sizes.of)
-            is_static = [node in static for node in part.inputs]
-            key = keys.key_of(part.module, is_static)
-            code, shared = self._code(part, key, is_static, fingerprint, settings)
-            if self.observe is not None:
-                self.observe(key.hash[:16], part.module.graph, getattr(code.run, "source_code", ""))
-            made.append((f"piece_{number}", part, code, one.apart))
-            self.pieces.append(self._piece(number, one, key, shared, plan.recorder is not None))
+        making = _Making(gm, Sizes(plan.placeholders), plan.static, fingerprint(), settings, plan.recorder is not None)
+        known = plan.tokens if plan.tokens.symbols <= making.sizes.found.keys() else Tokens()
+        brancher = None
+        if self.branching is not None:
+            captures = making.captures and self.policy.takes(known)
+            brancher = Brancher(self.branching, known, captures, self.sites)
+        made: list[tuple[str, Part, Code, str]] = []
+        for one in plan.cuts:
+            for step in self._steps(making, one, brancher):
+                made += self._made(making, step, f"piece_{len(made)}", known, _device(plan.placeholders))
         counts = Counter(piece.key for piece in self.pieces)
         self.pieces[:] = [replace(piece, shared_with=counts[piece.key] - 1) for piece in self.pieces]
-        positions = [i for i, node in enumerate(plan.placeholders) if node in static]
-        tokens = (sorted(plan.tokens.symbols, key=str), plan.tokens.count)
-        result = program(plan.placeholders, made, next(iter(reversed(gm.graph.nodes))), positions, tokens)
+        positions = [i for i, node in enumerate(plan.placeholders) if node in plan.static]
+        tokens = plan.tokens if making.captures else Tokens()
+        counted = (sorted(tokens.symbols, key=str), tokens.count)
+        result = program(plan.placeholders, made, next(iter(reversed(gm.graph.nodes))), positions, counted)
         if plan.recorder is None:
             run = functools.partial(plain, result)
             run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd hands over a list then, to be emptied
@@ -231,18 +257,52 @@ class Assembler:
         policy = replace(self.policy, ahead=_ahead(plan, self.policy))
         return Runner(result, plan.recorder, policy, self.cudagraphs, self._changed)
 
-    def _piece(self, number: int, one: Cut, key: Key, shared: bool, captures: bool) -> Piece:
+    def _steps(self, making: _Making, one: Cut, brancher: Brancher | None) -> list[tuple[Cut, ...]]:
+        """A piece as it is, or divided: of each step the pieces that run beside each other."""
+        if brancher is None:
+            return [(one,)]
+        part, _, key = making.extracted(one)
+        return brancher.divide(one, part.module.graph, key)
+
+    def _made(
+        self, making: _Making, step: Sequence[Cut], name: str, tokens: Tokens, device: torch.device
+    ) -> list[tuple[str, Part, Code, str]]:
+        """The code of a step; nothing when it is views of inputs only, which each reader makes itself."""
+        parts: list[tuple[Extract, Code]] = []
+        for stream, one in enumerate(step):
+            part, is_static, key = making.extracted(one)
+            if not part.outputs and all(map(is_free, one.nodes)):
+                return []
+            code, shared = self._code(part, key, is_static, making.fingerprint, making.settings)
+            if self.observe is not None:
+                self.observe(key.hash[:16], part.module.graph, getattr(code.run, "source_code", ""))
+            parts.append((part, code))
+            branch = f"a branch on {f'side stream {stream}' if stream else 'the main stream'}" if len(step) > 1 else ""
+            label = f"{name}.{stream}" if branch else name
+            self.pieces.append(self._piece(label, one, key, shared, making.captures, branch))
+        if len(parts) == 1:
+            return [(name, *parts[0], step[0].apart)]
+        assert self.branching is not None
+        return [(name, *joint(parts, tokens, self.branching.max_tokens, device), step[0].apart)]
+
+    def _piece(self, name: str, one: Cut, key: Key, shared: bool, captures: bool, branch: str = "") -> Piece:
         first = next((piece.name for piece in self.pieces if piece.key == key.hash[:16]), None)
         taken = TAKEN_OVER if shared else "between two boundaries"
         reason = f"the same as {first}" if first else taken
+        if branch:
+            reason = f"{branch}; {reason}"
         if captures:
             reason = f"{one.apart or 'captured when it is called'}; {reason}"
-        return Piece(f"piece_{number}", key.hash[:16], 0, "compiled", reason, len(one.nodes))
+        return Piece(name, key.hash[:16], 0, "compiled", reason, len(one.nodes))
 
     def _changed(self, name: str, kind: str, reason: str) -> None:
         """A piece was captured, or was not."""
         for i, piece in enumerate(self.pieces):
-            if piece.name == name and (reason or piece.kind != kind) and not piece.reason.startswith(reason or "\0"):
+            if (
+                piece.name.partition(".")[0] == name
+                and (reason or piece.kind != kind)
+                and not piece.reason.startswith(reason or "\0")
+            ):
                 why = piece.reason.removeprefix("captured when it is called; ")
                 self.pieces[i] = replace(piece, kind=kind, reason=f"{reason}; {why}" if reason else why)
 
@@ -370,51 +430,3 @@ def _is_true(env: Any, fact: sympy.Basic) -> bool:
 def _values_of(env: Any) -> dict[sympy.Symbol, sympy.Integer]:
     """The values that symbols have now."""
     return dict(env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val)
-
-
-# Inductor's own settings leave these out, because it asks each pass for its identity.
-_PASSES = (
-    "post_grad_custom_pre_pass",
-    "post_grad_custom_post_pass",
-    "_pre_fusion_custom_pass",
-    "_post_fusion_custom_pass",
-    "custom_should_partition_ops",
-)
-_PRECISIONS = ("allow_tf32", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
-_unlike = itertools.count()
-
-
-def _identity(custom: Any) -> str:
-    """What a pass of the user is; one that does not say is like no other."""
-    if custom is None or custom == []:
-        return "none"
-    found = custom.uuid() if hasattr(custom, "uuid") else None
-    return f"unknown {next(_unlike)}" if found is None else repr(found)
-
-
-def _precision(name: str) -> str:
-    matmul = torch.backends.cuda.matmul
-    try:
-        return f"{getattr(matmul, name)} {torch.get_float32_matmul_precision()}"
-    except RuntimeError:  # the newer way to set it is in use
-        return f"{getattr(matmul, 'fp32_precision', None)}"
-
-
-def _fingerprint() -> str:
-    """What else makes another program of a graph."""
-    from torch._inductor import config
-
-    parts = (
-        sorted(
-            (name, repr(value)) for name, value in config.save_config_portable(ignore_private_configs=False).items()
-        ),
-        [_identity(getattr(config, name, None)) for name in _PASSES],
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        bool(getattr(torch.utils.deterministic, "fill_uninitialized_memory", True)),
-        [_precision(name) for name in _PRECISIONS],
-        torch.get_default_dtype(),
-        torch.get_num_threads(),
-        torch.is_inference_mode_enabled(),
-    )
-    return hashlib.sha256(repr(parts).encode()).hexdigest()

@@ -19,8 +19,9 @@ import torch
 from torch.fx import Graph, GraphModule
 
 import dsv4_compile
-from dsv4_compile import memory, names, verification
+from dsv4_compile import branching, memory, names, verification
 from dsv4_compile.assembly import Assembler
+from dsv4_compile.branching import Branching
 from dsv4_compile.dump.writer import GraphDump, observe, recording
 from dsv4_compile.hook import HOOK, chained
 from dsv4_compile.kernels import environment
@@ -105,6 +106,9 @@ def dsv4(
         _fill(graph, collected, time.perf_counter() - start, chosen, key, dump)
         graph.nodes = graph.nodes or size  # the passes, which count those of the functional graph, did not run
         _settle(report, graph, collected, chosen, mode)
+        if chosen.branches:
+            refusal = branching.refusal(chosen, cuts(mode), _device_type(example_inputs))
+            branching.settle(report, graph, refusal)
         memory.pack(collected, example_inputs, graph)
         unmet = _unmet(chosen, graph, _device_type(example_inputs))
         if unmet is not None:
@@ -154,11 +158,13 @@ def _compile(
     if options.compiler == "eager":
         in_pieces = passes is not None and cuts(mode)
         observe = None if dump is None else dump.piece
-        return _eager(gm, inputs, passes, _assembler(options, mode, graph, observe) if in_pieces else None)
+        assembler = _assembler(options, mode, graph, observe, _device_type(inputs)) if in_pieces else None
+        return _eager(gm, inputs, passes, assembler)
     if passes is not None:
         patches = {**patches, HOOK: chained(passes, patches)}
         if cuts(mode):
-            assembler = _assembler(options, mode, graph, None if dump is None else dump.piece)
+            observe = None if dump is None else dump.piece
+            assembler = _assembler(options, mode, graph, observe, _device_type(inputs))
             return _in_pieces(gm, inputs, patches, assembler, graph, dump)
     return _inductor(gm, inputs, patches, dump)
 
@@ -220,17 +226,20 @@ def _in_pieces(
 
 
 def _assembler(
-    options: Options, mode: str, graph: GraphReport, observe: Callable[[str, Graph, str], None] | None
+    options: Options, mode: str, graph: GraphReport, observe: Callable[[str, Graph, str], None] | None, device: str
 ) -> Assembler:
     """One that writes into the report of the graph."""
+    divides = options.branches and branching.refusal(options, cuts(mode), device) is None
     strict = options.strict and options.cudagraphs in CAPTURING
     policy = Policy(options.capture_sizes, options.capture_memory, options.verify, strict=strict)
     return Assembler(
         mode=mode,
         policy=policy,
         split_ops=options.split_ops,
+        branching=Branching(options.num_streams, options.stream_max_tokens) if divides else None,
         observe=observe,
         pieces=graph.pieces,
+        sites=graph.branches,
         cudagraphs=graph.cudagraphs,
         met=graph.split_ops,
     )
@@ -388,6 +397,9 @@ def _enforce(
     for option, reason in _without_effect(options, mode):
         if option in options.explicit:
             raise StrictError(f"{option}={getattr(options, option)!r} was asked for and has no effect: {reason}.")
+    effective = report.effective["branches"]
+    if options.branches and isinstance(effective, Mapping):
+        raise StrictError(f"branches=True was asked for and has no effect: {effective['reason']}.")
 
 
 # Reports by the object that Dynamo keeps for one torch.compile(...) call.
@@ -426,7 +438,10 @@ def first_effective(options: Options, device: str, patches: Mapping[str, Any] | 
     mode, reason = capture_of(options, device, patches)
     if mode != options.cudagraphs:
         effective["cudagraphs"] = {"value": mode, "reason": reason}
-    for option, why in _without_effect(options, mode):
+    without = _without_effect(options, mode)
+    if options.branches and (refusal := branching.refusal(options, cuts(mode), device)) is not None:
+        without.append(("branches", refusal))
+    for option, why in without:
         effective[option] = {"value": Options().to_dict()[option], "reason": why}
         logger.warning("%s=%r has no effect: %s.", option, getattr(options, option), why)
     return effective

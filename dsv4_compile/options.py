@@ -80,6 +80,8 @@ class Options:
     """Bytes that the CUDA graphs of the process may take; `None` sets no limit."""
     split_ops: tuple[str, ...] = ()
     """Extra operators to cut the graph at, by qualified name (`vllm::unified_attention`)."""
+    branches: bool = False
+    """Run independent chains of a piece on side streams where an estimate says that it pays."""
     deterministic: bool = False
     """The results of a row do not depend on the other rows of the batch."""
     verify: int = 0
@@ -427,6 +429,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "capture_sizes": _sizes,
     "capture_memory": _bytes,
     "split_ops": _operators,
+    "branches": _switch,
     "deterministic": _switch,
     "verify": _count,
     "strict": _switch,

@@ -15,7 +15,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dsv4_compile.options import DISABLE_VARIABLE, OptionError, disabled
-from dsv4_compile.passes.sites import LinearInfo, MeasuredChoice, MhcSite, Missed, PassResult, ProjectionGroup
+from dsv4_compile.passes.sites import (
+    BranchSite,
+    LinearInfo,
+    MeasuredChoice,
+    MhcSite,
+    Missed,
+    PassResult,
+    ProjectionGroup,
+)
 
 __all__ = [
     "TAKEN_OVER",
@@ -23,6 +31,7 @@ __all__ = [
     "CudaGraphs",
     "GraphReport",
     "Piece",
+    "branch_text",
     "capture_lines",
     "choice_text",
     "form_text",
@@ -80,7 +89,7 @@ class GraphReport:
     `pieces` and `cudagraphs` describe capture, and change while the graph runs; Inductor's own CUDA graphs
     (`mode="reduce-overhead"`) are not counted here. `streams` is how many auxiliary streams the graph asks
     for, at most the option `num_streams`; on a device without streams it asks and gets none. `split_ops` are those of
-    the option that the graph has.
+    the option that the graph has. `branches` are the pieces that the option `branches` was about.
     """
 
     id: str
@@ -91,6 +100,7 @@ class GraphReport:
     mhc: list[MhcSite] = field(default_factory=list)
     missed: list[Missed] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
+    branches: list[BranchSite] = field(default_factory=list)
     cudagraphs: CudaGraphs = field(default_factory=CudaGraphs)
     streams: int = 0
     split_ops: list[str] = field(default_factory=list)
@@ -169,6 +179,7 @@ def _graph_lines(graph: GraphReport) -> list[str]:
     for group in graph.measured():
         lines.append(f"  projections at {group.site or '(root)'}: {group_text(group)}")
         lines += [f"    {choice_text(choice, group)}" for choice in group.measured]
+    lines += [f"  {branch_text(site)}" for site in graph.branches]
     lines += _pieces_lines(graph)
     lines += capture_lines(graph)
     lines += [f"  missed {m.kind} at {_place(m)}: {m.reason}" for m in graph.missed]
@@ -249,6 +260,17 @@ def group_text(group: ProjectionGroup) -> str:
     """How the linears of a group run, and why."""
     members = ", ".join(_linear(linear, group.strategy) for linear in group.linears)
     return f"{group.strategy} [{members}] ({group.reason})"
+
+
+def branch_text(site: BranchSite) -> str:
+    """Which branches run on which stream, or why there are none."""
+    where = f"at {site.site or '(unknown module)'}" + (f" and {site.count - 1} like it" if site.count > 1 else "")
+    if not site.branches:
+        return f"no branches {where}: {site.reason}"
+    streams = ", ".join(
+        f"{f'side stream {one.stream}' if one.stream else 'main'} {one.microseconds:.1f} us" for one in site.branches
+    )
+    return f"branches {where}: {streams}; {site.forked:.1f} us for {site.serial:.1f} us in turn, estimated"
 
 
 def _choices_of(group: ProjectionGroup, choices: list[dict[str, Any]]) -> tuple[MeasuredChoice, ...]:

@@ -25,7 +25,16 @@ __all__ = ["MAX_TOKENS_VARIABLE", "StandalonePass", "graph_pass", "post_grad_pas
 MAX_TOKENS_VARIABLE = "DSV4_VLLM_MAX_TOKENS"
 """Most tokens of the ranges that vLLM compiles with the pass."""
 
-_OF_THE_BACKEND = ("cudagraphs", "capture_sizes", "capture_memory", "split_ops", "verify", "compiler", "inductor")
+_OF_THE_BACKEND = (
+    "cudagraphs",
+    "capture_sizes",
+    "capture_memory",
+    "split_ops",
+    "branches",
+    "verify",
+    "compiler",
+    "inductor",
+)
 """Options that say how a graph is compiled and run, which somebody else does here."""
 
 # A name below vLLM's: its logging prints those, and an operator reads them beside vLLM's own lines.

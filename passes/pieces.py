@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 from dsv4_compile.passes.extraction import attribute, is_size, shares_memory, symbols_of
 from dsv4_compile.passes.sites import module_path
 
-__all__ = ["Cut", "cut", "obstacle"]
+__all__ = ["Cut", "cut", "has_effect", "obstacle"]
 
 MIN_NODES = 4
 """Of a piece: less is not worth a call of its own."""
@@ -127,7 +127,7 @@ class _Levels:
         position = {node: i for i, node in enumerate(self.nodes)}
         last = None
         for node in self.nodes:
-            if not _has_effect(node):
+            if not has_effect(node):
                 continue
             if last is not None:
                 self.needs[node].append(last)
@@ -193,7 +193,8 @@ def _parent(node: Node) -> Node | None:
     return source if isinstance(source, Node) and source.op == "call_function" else None
 
 
-def _has_effect(node: Node) -> bool:
+def has_effect(node: Node) -> bool:
+    """Whether `node` writes, or draws random numbers: it keeps its place among those that do."""
     schema = getattr(node.target, "_schema", None)
     tags = getattr(node.target, "tags", ())
     mutable = schema is not None and (schema.is_mutable or not schema.returns)
@@ -213,7 +214,7 @@ def _written(node: Node) -> list[Node]:
 
 def _is_free(node: Node) -> bool:
     """Whether it costs no launch."""
-    return node.target is operator.getitem or (shares_memory(node, node) and not _has_effect(node))
+    return node.target is operator.getitem or (shares_memory(node, node) and not has_effect(node))
 
 
 def _root(node: Node) -> Node:

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from torch.fx import Node  # the command line tool reads these records and does not wait for torch
 
 __all__ = [
+    "Branch",
+    "BranchSite",
     "LinearInfo",
     "MeasuredChoice",
     "MhcSite",
@@ -84,6 +86,33 @@ class ProjectionGroup:
             ),
         }
         return cls(**{**record, **lists})
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A chain of operators on a stream: 0 for that of the caller, 1.. for an auxiliary one. `microseconds` is an
+    estimate."""
+
+    stream: int
+    microseconds: float
+    nodes: int
+
+
+@dataclass(frozen=True)
+class BranchSite:
+    """Pieces that are alike (`count` of them), and the branches that each was divided into; none where `reason` says
+    why not.
+
+    `serial` and `forked` are estimates of what such a piece takes without and with branches, in microseconds. `site`
+    is the module path of most operators of the first one.
+    """
+
+    site: str
+    branches: tuple[Branch, ...] = ()
+    serial: float = 0.0
+    forked: float = 0.0
+    reason: str = ""
+    count: int = 0
 
 
 @dataclass(frozen=True)

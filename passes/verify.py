@@ -6,26 +6,42 @@
       the nodes around it are work on the main stream, and               Work(linear 1, side 1: reads x, W_1)
       the whole graph is one schedule, see `passes.schedule`             Record(join, side 1), Wait(join, main)
 
-`DSV4_CHECK=1` runs it before the passes and after each of them, and raises `UnsafeGraphError`.
+`DSV4_CHECK=1` runs it before the passes and after each of them, and raises `UnsafeGraphError`. A piece with branches
+(`passes.branches`) is checked always, by `check_fork`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+import operator
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.utils._pytree import tree_leaves
 
 from dsv4_compile.kernels import linear  # noqa: F401  (registers the operators)
 from dsv4_compile.kernels.environment import word
 from dsv4_compile.kernels.linear.calls import read as read_call
+from dsv4_compile.passes.pieces import has_effect
 from dsv4_compile.passes.region import aten, value
 from dsv4_compile.passes.schedule import MAIN, Record, Schedule, Violation, Wait, Work, prove
 from dsv4_compile.passes.sites import module_path
 from dsv4_compile.passes.storages import Storages, arguments, nodes_in, stream_calls
 
-__all__ = ["CHECK_VARIABLE", "MAIN_STREAM_ONLY", "UnsafeGraphError", "check", "enforce", "schedule_of", "wanted"]
+__all__ = [
+    "CHECK_VARIABLE",
+    "MAIN_STREAM_ONLY",
+    "UnsafeGraphError",
+    "branch_obstacle",
+    "check",
+    "check_fork",
+    "enforce",
+    "is_main_only",
+    "schedule_of",
+    "wanted",
+]
 
 CHECK_VARIABLE = "DSV4_CHECK"
 
@@ -118,6 +134,91 @@ def schedule_of(graph: Graph, num_streams: int | None = None) -> tuple[Schedule,
     return Schedule(tuple(reader.actions), frozenset(reader.storages.inputs)), reader.found
 
 
+def check_fork(
+    graph: Graph, prefix: Sequence[Node], branches: Sequence[Sequence[Node]], suffix: Sequence[Node]
+) -> list[Violation]:
+    """What keeps a piece from running as `prefix`, then `branches` beside each other, then `suffix`; nothing when it
+    may.
+
+    Proved is, with the assumptions of `check`:
+
+    - the schedule has no violation of `passes.schedule.prove`. `branches[0]` is on the stream of the caller and all of
+      it is launched before the others, which are on an auxiliary stream each, as `kernels.streams` does it;
+    - `parts`: each operator is in one part, once;
+    - `order`: of what is written in place, each access is behind the same writes and before the same writes as in the
+      graph. So is each operator with an effect among those with one;
+    - `confined`: no branch has an operator of `branch_obstacle`, nor one but the first an operator of `is_main_only`.
+
+    Args:
+        graph: the piece as a graph of its own; its inputs are placeholders.
+        prefix, branches, suffix: its operators.
+    """
+    reader = _Reader(None)
+    found = list(_parted(graph, [prefix, *branches, suffix]))
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            reader.read(node)
+    reader.read_all(prefix, MAIN)
+    reader.actions.append(Record("fork"))
+    reader.read_all(branches[0] if branches else (), MAIN)
+    for side, branch in enumerate(branches[1:], 1):
+        stream = ("auxiliary", side)
+        reader.actions.append(Wait("fork", stream))
+        reader.read_all(branch, stream)
+        reader.actions += [Record(("join", side), stream), Wait(("join", side))]
+    reader.read_all(suffix, MAIN)
+    reader.read_all([node for node in graph.nodes if node.op == "output"], MAIN)
+    for side, branch in enumerate(branches):
+        found += _confined(branch, side)
+    schedule = Schedule(tuple(reader.actions), frozenset(reader.storages.inputs))
+    return found + reader.found + _reordered(schedule_of(graph)[0], schedule, graph) + prove(schedule)
+
+
+def _parted(graph: Graph, parts: Sequence[Sequence[Node]]) -> Iterator[Violation]:
+    """Operators that are in no part, or in more than one."""
+    counts = Counter(node for part in parts for node in part)
+    for node in graph.nodes:
+        if node.op == "call_function" and counts[node] != 1:
+            yield Violation(node.name, module_path(node), "parts", f"{node.name} is in {counts[node]} parts")
+
+
+def _confined(branch: Sequence[Node], side: int) -> Iterator[Violation]:
+    for node in branch:
+        reason = branch_obstacle(node) or (is_main_only(node) if side else "")
+        if reason:
+            sentence = f"{node.name} is on branch {side}, and it {reason}"
+            yield Violation(node.name, module_path(node), "confined", sentence)
+
+
+def _reordered(graph: Schedule, fork: Schedule, nodes: Graph) -> list[Violation]:
+    """Accesses and effects that come behind other writes and effects than in the graph."""
+    effects = {node.name for node in nodes.nodes if node.op == "call_function" and has_effect(node)}
+    before, after = _behind(graph, effects), _behind(fork, effects)
+    return [
+        Violation(name, "", "order", f"{name} comes behind other writes or effects than in the graph")
+        for name in before
+        if before[name] != after.get(name)
+    ]
+
+
+def _behind(schedule: Schedule, effects: set[str]) -> dict[str, frozenset[tuple[str, str]]]:
+    """For each work the writes, of storages that it accesses, and the effects that are launched before it."""
+    written: dict[Hashable, list[str]] = {}
+    done: list[str] = []
+    found: dict[str, frozenset[tuple[str, str]]] = {}
+    for work in schedule.actions:
+        if not isinstance(work, Work):
+            continue
+        behind = {(str(storage), name) for storage in work.reads | work.writes for name in written.get(storage, ())}
+        if work.name in effects:
+            behind |= {("effects", name) for name in done}
+            done.append(work.name)
+        found[work.name] = frozenset(behind)
+        for storage in work.writes:
+            written.setdefault(storage, []).append(work.name)
+    return found
+
+
 class _Reader:
     def __init__(self, num_streams: int | None) -> None:
         self.actions: list[Work | Record | Wait] = []
@@ -137,8 +238,8 @@ class _Reader:
             self.actions.extend(self._beside(node))
             return
         calls = list(stream_calls(node))
-        for operator, given in calls:
-            self._synchronise(node, operator, given)
+        for name, given in calls:
+            self._synchronise(node, name, given)
         if calls:
             return
         if node.op == "output" and self._current != MAIN:
@@ -148,6 +249,12 @@ class _Reader:
         if access.reads or access.writes or reason:
             stream, site = self._stream(node), module_path(node)
             self.actions.append(Work(node.name, stream, access.reads, access.writes, site, reason))
+
+    def read_all(self, nodes: Sequence[Node], stream: Hashable) -> None:
+        """Reads `nodes` as work on a stream."""
+        self._current = stream
+        for node in nodes:
+            self.read(node)
 
     def _stream(self, node: Node) -> Hashable:
         return (node.meta.get("custom") or {}).get("stream", self._current)
@@ -194,11 +301,11 @@ class _Reader:
         yield from self._fork(node, target, group, given["results"][0])
         yield Wait((node.name, "beside"), stream)
         position = given["results"][0]
-        for (operator, named), count in zip(others, given["results"][1:], strict=True):
+        for (beside, named), count in zip(others, given["results"][1:], strict=True):
             made = range(position, position + count)
             written = frozenset(storage for i in made for storage in self.storages.of(node, i))
-            what = f"{node.name}: {operator}"
-            yield Work(what, stream, self._read_by(list(named.values())), written, site, confinement(operator))
+            what = f"{node.name}: {beside}"
+            yield Work(what, stream, self._read_by(list(named.values())), written, site, confinement(beside))
             position += count
         yield Record((node.name, "joined"), stream)
         yield Wait((node.name, "joined"), main)
@@ -206,17 +313,17 @@ class _Reader:
     def _read_by(self, operands: Any) -> frozenset[Hashable]:
         return frozenset(storage for operand in nodes_in(operands) for storage in self.storages.of(operand))
 
-    def _synchronise(self, node: Node, operator: str, given: dict[str, Any]) -> None:
+    def _synchronise(self, node: Node, name: str, given: dict[str, Any]) -> None:
         """An operator of torch's namespace `streams`; those that are not named here order no two streams."""
-        if operator in ("fork", "join"):
+        if name in ("fork", "join"):
             self._current = given["to_index"]
-        elif operator == "record_event":
+        elif name == "record_event":
             self.actions.append(Record(given["event_index"], given["stream_index"]))
-        elif operator == "wait_event":
+        elif name == "wait_event":
             self.actions.append(Wait(given["event_index"], given["stream_index"]))
-        elif operator == "sync_dealloc":
+        elif name == "sync_dealloc":
             self.actions.append(Wait(given["wait_event_index"], given["src_stream_index"]))
-        elif operator == "wait_stream":
+        elif name == "wait_stream":
             self.actions.append(Record((node.name, "wait_stream"), given["waited_on_stream_index"]))
             self.actions.append(Wait((node.name, "wait_stream"), given["waiting_stream_index"]))
 
@@ -254,8 +361,8 @@ class _Reader:
             self._refuse(node, "arguments", f"{node.name} has other results than {list(given['results'])}")
         if target not in LEAVING:
             self._refuse(node, "arguments", f"{node.name} runs {target} on the main stream")
-        for operator, _ in others:
-            self._refuse_writer(node, operator)
+        for beside, _ in others:
+            self._refuse_writer(node, beside)
         self._refuse_streams(node, [given.get("stream", 1)])
         return len(self.found) == known and self._is_sound(node, target, group)
 
@@ -303,3 +410,31 @@ def confinement(target: Any) -> str:
     if target._schema.name in MAIN_STREAM_ONLY:
         return MAIN_STREAM_ONLY[target._schema.name]
     return next((reason for tag, reason in _TAGS.items() if tag in target.tags), "")
+
+
+def branch_obstacle(node: Node) -> str:
+    """Why an operator must be on no branch of a piece, the first included; empty when it may be."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return "is no operator, so nothing is known of what it writes" if node.target is not operator.getitem else ""
+    if torch.Tag.maybe_aliasing_or_mutating in node.target.tags:
+        return "may write what it is given, or return it"
+    if has_effect(node):
+        return "writes memory or draws random numbers"
+    devices = {x.device for n in (node, *node.all_input_nodes) for x in _tensors(n)}
+    if len(devices) > 1:
+        return f"has tensors on {' and '.join(sorted(map(str, devices)))}"
+    return confinement(node.target)
+
+
+def is_main_only(node: Node) -> str:
+    """Why an operator must be on no other branch than the first; empty when it may be.
+
+    torch's own operators keep their workspaces by stream. Of others nobody knows; ours do not all, and may fork.
+    """
+    if node.target is operator.getitem or getattr(node.target, "namespace", "") in ("aten", "prims"):
+        return ""
+    return "is not torch's own, so it may keep a workspace for all streams"
+
+
+def _tensors(node: Node) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]

@@ -32,6 +32,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"projections": "off"},
     {"num_streams": 2},
     {"stream_max_tokens": 64},
+    {"branches": True},
 ]
 
 

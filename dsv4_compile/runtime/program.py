@@ -9,16 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import sympy
 import torch
 from torch.fx import Node
 
-from dsv4_compile.passes.extraction import Extract, is_size, symbol_of
+from dsv4_compile.passes.extraction import is_size, symbol_of
 
 __all__ = [
     "Code",
+    "Part",
     "Program",
     "Sizes",
     "Step",
@@ -39,6 +40,19 @@ class Code:
         self.run = run
         self.facts = facts
         """What has to be true of the sizes, in the symbols of the key."""
+
+
+class Part(Protocol):
+    """What a step reads and makes, as `passes.extraction.Extract` has it."""
+
+    @property
+    def inputs(self) -> tuple[Node, ...]: ...
+    @property
+    def symbols(self) -> tuple[sympy.Symbol, ...]: ...
+    @property
+    def outputs(self) -> tuple[Node, ...]: ...
+    @property
+    def writes(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -127,7 +141,7 @@ def evaluated(text: str, values: Mapping[str, int]) -> int:
 
 def program(
     placeholders: Sequence[Node],
-    made: Sequence[tuple[str, Extract, Code, str]],
+    made: Sequence[tuple[str, Part, Code, str]],
     output: Node,
     static: Sequence[int] = (),
     tokens: tuple[Sequence[sympy.Symbol], Any] = ((), None),
@@ -177,9 +191,7 @@ def _computed(size: Node, places: Mapping[Any, int]) -> tuple[int, Callable[[Seq
     return places[size], function_of(expression, symbols), tuple(places[symbol] for symbol in symbols)
 
 
-def _steps(
-    made: Sequence[tuple[str, Extract, Code, str]], places: Mapping[Any, int], kept: set[int]
-) -> tuple[Step, ...]:
+def _steps(made: Sequence[tuple[str, Part, Code, str]], places: Mapping[Any, int], kept: set[int]) -> tuple[Step, ...]:
     last: dict[int, int] = {}
     for number, (_, part, _, _) in enumerate(made):
         for value in (*part.inputs, *part.symbols, *part.outputs):

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from dsv4_compile.passes.capturability import Tokens
 from dsv4_compile.report import CudaGraphs
 from dsv4_compile.runtime.program import Program, begin, run_steps
 from dsv4_compile.runtime.recorder import Recorder
@@ -55,6 +56,12 @@ class Policy:
     verify: int = 0
     strict: bool = False
     ahead: Ahead | str = "none were asked for"
+
+    def takes(self, tokens: Tokens) -> bool:
+        """Whether a graph of so many tokens is recorded, or may be where the count is not fixed."""
+        if tokens.symbols or tokens.count is None:
+            return True
+        return tokens.count <= MAX_TOKENS if self.sizes is None else tokens.count in self.sizes
 
 
 class CaptureError(RuntimeError):
