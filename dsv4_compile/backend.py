@@ -135,7 +135,8 @@ def graph_passes(options: Options) -> GraphPasses:
         if "vllm" in sys.modules or "DSV4_VLLM_MHC" in os.environ:  # nobody else has its operators
             passes.append(VllmMhcPass(options.mhc, options.deterministic))
     if options.projections != "off":
-        passes.append(ProjectionsPass(options.projections, options.num_streams, options.stream_max_tokens))
+        chosen = (options.projections, options.num_streams, options.stream_max_tokens)
+        passes.append(ProjectionsPass(*chosen, apart=options.split_ops))
     settings = f"{dsv4_compile.__version__}/{options.fingerprint()}"
     observer = None if options.dump_dir is None else observe
     return GraphPasses(tuple(passes), settings, strict=options.strict, observe=observer)

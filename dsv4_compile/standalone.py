@@ -126,7 +126,7 @@ def _passes(options: Options) -> tuple[GraphPass, ...]:
     if options.projections != "off":
         # Nobody packs parameters here (the hook sees a graph, not its parameters): linears are spread or left.
         settings = (options.projections, options.num_streams, options.stream_max_tokens)
-        passes.append(ProjectionsPass(*settings, pack=False))
+        passes.append(ProjectionsPass(*settings, pack=False, apart=options.split_ops))
     return tuple(passes)
 
 

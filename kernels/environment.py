@@ -16,6 +16,7 @@ logger = logging.getLogger("dsv4_compile")
 WORDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "DSV4_TUNE": ("auto", ("0", "1", "auto")),
     "DSV4_MEASURE": ("1", ("0", "1")),
+    "DSV4_BESIDE": ("0", ("0", "1")),
     "DSV4_PIECES": ("0", ("0", "1")),
     "DSV4_CHECK": ("0", ("0", "1")),
     "DSV4_VLLM_MHC": ("auto", ("auto", "always", "never")),

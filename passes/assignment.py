@@ -27,7 +27,7 @@ def assigned(group: Group, count: int) -> list[int]:
         total[owner] += features
     load = [0.0] * count
     if group.side:
-        load[opaque.STREAM - 1] = sum(product.bytes for product in group.side) / group.columns
+        load[opaque.STREAM - 1] = sum(product.bytes for product in group.side) / max(1, group.columns)
     slot = {main: 0}
     for owner in sorted((o for o in total if o != main), key=lambda o: -total[o]):
         if not count:

@@ -108,7 +108,11 @@ def _between(nodes: Iterable[Node], since: int, order: Mapping[Node, int]) -> se
 
 
 def _writes(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    """Whether it writes, as far as anybody knows."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return target._schema.is_mutable or torch.Tag.maybe_aliasing_or_mutating in target.tags
 
 
 def _immovable(node: Node) -> str:

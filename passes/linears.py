@@ -12,6 +12,7 @@ is that activation and weights. Names play no part.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
@@ -105,10 +106,10 @@ class Group:
         return ".".join(common)
 
 
-def find(graph: Graph) -> tuple[list[Group], list[Missed]]:
+def find(graph: Graph, apart: Collection[str] = ()) -> tuple[list[Group], list[Missed]]:
     """Groups of two or more layers with one activation, in program order, and lookalikes with their reasons.
 
-    Each has a linear; the others may be float8 products, and other people's operators.
+    Each has a linear; the others may be float8 products, and other people's operators but those named in `apart`.
     """
     by_activation: dict[Node, list[Linear]] = defaultdict(list)
     refused: dict[Node, list[tuple[Node, str]]] = defaultdict(list)
@@ -123,7 +124,7 @@ def find(graph: Graph) -> tuple[list[Group], list[Missed]]:
             refused[x].append((node, why))
     readers = {x: [linear.node for linear in linears] for x, linears in by_activation.items()}
     low, alone = float8.beside(graph, readers)
-    side, unfit = opaque.beside(graph, readers, low)
+    side, unfit = opaque.beside(graph, readers, low, apart)
     groups = [Group(x, tuple(v), tuple(low.get(x, ())), tuple(side.get(x, ()))) for x, v in by_activation.items()]
     groups = [group for group in groups if len(group.members) > 1]
     taken = {product.node for group in groups for product in group.side}

@@ -16,7 +16,7 @@ their order, and nothing else than products of cuBLAS and of ours runs meanwhile
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,10 +33,13 @@ from dsv4_compile.passes.region import leaf_of, packet, value
 from dsv4_compile.passes.sites import module_path
 from dsv4_compile.passes.verify import confinement
 
-__all__ = ["STREAM", "OpaqueProduct", "beside", "emit", "left", "parse", "put"]
+__all__ = ["MOST", "STREAM", "OpaqueProduct", "beside", "emit", "left", "parse", "put", "wanted_apart"]
 
 STREAM = 1
 """The side stream of all such operators, in every group: one that keeps a workspace never meets itself."""
+
+MOST = 8
+"""Operators beside a group, at most: their inputs and results are all there at the same time."""
 
 _FAR = 8 * MOST_STEPS
 """Nodes that are looked through for an activation that is too far away, so that the report has it."""
@@ -90,13 +93,17 @@ class OpaqueProduct:
 
 
 def beside(
-    graph: Graph, linears: Mapping[Node, Sequence[Node]], low: Mapping[Node, Sequence[Joining]]
+    graph: Graph,
+    linears: Mapping[Node, Sequence[Node]],
+    low: Mapping[Node, Sequence[Joining]],
+    apart: Collection[str] = (),
 ) -> tuple[dict[Node, list[OpaqueProduct]], list[tuple[Node, Node, str]]]:
     """The operators beside each activation; and those that are left alone, as (activation, node, reason).
 
     Args:
         linears: for each activation the products that read it itself.
         low: the float8 products that have joined them.
+        apart: qualified names of operators that somebody wants to see in the graph.
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
     joined = {product.node for products in low.values() for product in products}
@@ -113,10 +120,12 @@ def beside(
             )
         if x is None:
             continue
-        product = parse(node)
+        product = parse(node, apart)
         reason = product if isinstance(product, str) else None
         if isinstance(product, OpaqueProduct):
             reason = hoisting.obstacle([*low.get(x, ()), *found.get(x, ()), product], x, linears[x], order)
+            if reason is None and len(found.get(x, ())) == MOST:
+                reason = f"{MOST} others run beside the group already"
             if reason is None:
                 found.setdefault(x, []).append(product)
         if reason is not None:
@@ -131,7 +140,14 @@ def left(node: Node, reason: str) -> str:
     return f"a quantised product ({name}) keeps its own kernel: {reason}"
 
 
-def parse(node: Node) -> OpaqueProduct | str:
+def wanted_apart() -> list[str]:
+    """The operators that Inductor is told to partition a graph at, by which vLLM keeps some out of CUDA graphs."""
+    from torch._inductor import config
+
+    return [str(name) for name in getattr(config, "custom_should_partition_ops", ())]
+
+
+def parse(node: Node, apart: Collection[str] = ()) -> OpaqueProduct | str:
     """The call, or why it must stay where it is, as the end of a sentence."""
     weight = _weight(node)
     if weight is None:
@@ -141,6 +157,9 @@ def parse(node: Node) -> OpaqueProduct | str:
         return "the operator writes its arguments"
     if not isinstance(target, torch._ops.OpOverload):
         return f"{target} is no operator with a schema of its own"
+    name = target._schema.name
+    if not {name, f"{name}.{target._overloadname}"}.isdisjoint(apart):
+        return "it is one of the operators that a graph is to be cut at"
     return _refusal(node, target) or OpaqueProduct(node, weight)
 
 
@@ -154,6 +173,8 @@ def _refusal(node: Node, target: torch._ops.OpOverload) -> str:
         return "the operator may write its arguments"
     if reason := confinement(target):
         return f"the operator {reason}"
+    if _is_lowered(target):
+        return "Inductor has code of its own for it"
     made = value(node)
     results = [made] if isinstance(made, torch.Tensor) else made
     if not isinstance(results, list | tuple) or not results or not all(isinstance(t, torch.Tensor) for t in results):
@@ -201,6 +222,16 @@ def _is_foreign(target: Any) -> bool:
     if target.namespace == "aten":
         return not target._schema.is_mutable and not {torch.Tag.core, torch.Tag.pointwise} & {*target.tags}
     return target.namespace not in ("prims", "dsv4")
+
+
+def _is_lowered(target: torch._ops.OpOverload) -> bool:
+    """Whether Inductor does something else with it than to call it. Products with scales it calls, as a rule."""
+    from torch._inductor.lowering import lowerings
+
+    if target.namespace == "aten" and target._schema.name.startswith("aten::_scaled_mm"):
+        return False
+    handler: Any = lowerings.get(target)
+    return handler is not None and not getattr(handler, "_is_fallback_handler", False)
 
 
 def _is_small(node: Node) -> bool:

@@ -32,6 +32,7 @@ from dsv4_compile.passes.linears import Group, Linear, find, left_alone, operand
 from dsv4_compile.passes.opaque import OpaqueProduct
 from dsv4_compile.passes.region import RESHAPE, VIEW, aten, packet, shape, turns, value
 from dsv4_compile.passes.sites import LinearInfo, Missed, PassResult, ProjectionGroup, module_path, source_location
+from dsv4_compile.passes.verify import MAIN_STREAM_ONLY
 
 __all__ = ["ProjectionsPass"]
 
@@ -48,17 +49,19 @@ class ProjectionsPass:
         num_streams: auxiliary streams per device.
         stream_max_tokens: above this many rows nothing leaves the main stream.
         pack: whether somebody lays the weights of a packed group side by side afterwards.
+        apart: qualified names of operators that stay by themselves, as the option `split_ops` has them.
     """
 
     strategy: str = "auto"
     num_streams: int = 3
     stream_max_tokens: int = 1024
     pack: bool = True
+    apart: tuple[str, ...] = ()
     name: str = field(default="projections", init=False)
 
     def __call__(self, graph: Graph) -> PassResult:
         order = {node: i for i, node in enumerate(graph.nodes)}
-        groups, missed = find(graph)
+        groups, missed = find(graph, [*self.apart, *opaque.wanted_apart()])
         inputs = {n: _position(n, i) for i, n in enumerate(n for n in graph.nodes if n.op == "placeholder")}
         done, packs = [], []
         moved: dict[Node, Node] = {}
@@ -89,7 +92,7 @@ class ProjectionsPass:
         strategy, reason = self._choose(group)
         # Where each runs by itself anyway, nobody misses those that do.
         is_missed = strategy != "serial" or self.strategy == "pack"
-        missed = [*group.refused] if self._has_streams else []
+        missed = [*group.refused] if self._has_streams and self._is_wanted else []
         while True:
             found, left = self._allowed(graph, group, strategy)
             if found == group or len(found.members) < 2:
@@ -106,18 +109,21 @@ class ProjectionsPass:
             missed += [left_alone(linear.node, left) for linear in group.linears if linear.wide]
             group = replace(group, linears=tuple(linear for linear in group.linears if not linear.wide))
         linears = [linear.node for linear in group.linears]
+        stay = [*self.apart, *opaque.wanted_apart()]
         why = hoisting.lost(graph, group.low, linears)
         if group.low and (why is not None or strategy != "measured"):
             low, group = group.low, replace(group, low=())
-            found = {} if why is not None or strategy != "streams" else {p.node: opaque.parse(p.node) for p in low}
-            side = [product for product in found.values() if isinstance(product, OpaqueProduct)]
+            found = [] if why is not None or strategy != "streams" else [opaque.parse(p.node, stay) for p in low]
+            side = [product for product in found if isinstance(product, OpaqueProduct)]
             group = replace(group, side=tuple(sorted((*group.side, *side), key=lambda product: product.node)))
             left = f"a quantised product (_scaled_mm) keeps its own kernel: {why or 'nothing is measured'}"
             taken = {product.node for product in side}
             missed += [left_alone(product.node, left) for product in low if product.node not in taken]
         if group.side and (why := self._keeps(graph, group, strategy)) is not None:
-            if self._has_streams:
-                missed += [left_alone(product.node, opaque.left(product.node, why)) for product in group.side]
+            # Whoever has not asked for it misses torch's own products only.
+            own = [product for product in group.side if self._is_wanted or float8.is_scaled(product.node)]
+            if self._has_streams and not self._is_above(group):
+                missed += [left_alone(product.node, opaque.left(product.node, why)) for product in own]
             group = replace(group, side=())
         return group, missed
 
@@ -125,6 +131,10 @@ class ProjectionsPass:
         """Why the operators beside the group stay where they are, or None."""
         if not self._has_streams:
             return "there are no side streams"
+        if self._is_above(group):
+            return f"above {self.stream_max_tokens} tokens nothing leaves the main stream"
+        if not self._is_wanted:
+            return "beside others it runs with projections='streams' or DSV4_BESIDE=1 only, which is not measured"
         if strategy not in ("measured", "streams"):
             return f"it runs beside others on side streams only, and the strategy is {strategy}"
         if not group.linears:
@@ -135,9 +145,19 @@ class ProjectionsPass:
     def _has_streams(self) -> bool:
         return self.num_streams > 0 and self.stream_max_tokens > 0
 
+    @property
+    def _is_wanted(self) -> bool:
+        """Whether operators of others may run beside a group, which nobody has measured."""
+        return self.strategy != "auto" or word("DSV4_BESIDE") == "1"
+
+    def _is_above(self, group: Group) -> bool:
+        tokens = _tokens(group.x)
+        return tokens is not None and tokens > self.stream_max_tokens
+
     def uuid(self) -> str:
         settings = (self.name, self.strategy, self.num_streams, self.stream_max_tokens, self.pack, _measures())
-        return ":".join(map(str, settings))
+        stay = (self._is_wanted, *self.apart, "|", *opaque.wanted_apart(), "|", *sorted(MAIN_STREAM_ONLY))
+        return ":".join(map(str, (*settings, *stay)))
 
     def _choose(self, group: Group) -> tuple[str, str]:
         """(strategy, reason in words)."""

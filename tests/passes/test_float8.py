@@ -197,7 +197,19 @@ def test_a_float8_product_that_cannot_join_is_left_with_its_reason(kind: type[nn
     assert "keeps its own kernel" in missed.reason and reason in missed.reason
 
 
-def test_a_float8_product_that_no_launch_can_have_runs_beside_the_group_as_it_is() -> None:
+def test_a_float8_product_that_no_launch_can_have_is_left_unless_it_is_asked_for() -> None:
+    module, x = Other(), torch.randn(5, 64).to(BF16)
+    out, graph = auto(module, x)
+    assert_like_eager(out, module, x)
+    assert names(graph) == [["gate", "other"]]
+    (missed,) = graph.missed
+    assert "_scaled_mm" in missed.reason and "with projections='streams' or DSV4_BESIDE=1 only" in missed.reason
+
+
+def test_a_float8_product_that_no_launch_can_have_runs_beside_the_group_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DSV4_BESIDE", "1")
     module, x = Other(), torch.randn(5, 64).to(BF16)
     out, graph = auto(module, x)
     assert_like_eager(out, module, x)

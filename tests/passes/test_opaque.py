@@ -24,7 +24,13 @@ from tests.passes.test_projections import names, run
 
 ops = torch.ops.quantised
 
-pytestmark = pytest.mark.usefixtures("as_on_cuda")
+pytestmark = pytest.mark.usefixtures("as_on_cuda", "asked_for")
+
+
+@pytest.fixture
+def asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By `auto` too: it leaves operators of others alone otherwise."""
+    monkeypatch.setenv("DSV4_BESIDE", "1")
 
 
 def by_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -570,25 +576,6 @@ def test_scaled_mm_with_scales_by_blocks_runs_beside_the_group(version: int) -> 
     (_, wanted, *_), _ = node.meta["eager_input_vals"]
     assert [tuple(one.stride()) for one in wanted if one.shape == (16, 4)] == [(1, 16)]
     assert not verify.check(gm.graph, 3)
-
-
-class Of(nn.Module):
-    """An operator of torch's with a weight in int8."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.q = plain(16), Int8(48)
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        x = x * 2
-        return [self.gate(x), torch.ops.aten._weight_int8pack_mm(x, self.q.weight, self.q.scale.to(BF16))]
-
-
-def test_quantised_products_of_torch_run_beside_the_group() -> None:
-    module, x = Of(), torch.randn(5, 64).to(BF16)
-    out, graph = auto(module, x, strict=True)
-    assert_like_eager(out, module, x)
-    assert [one.operator for one in graph.projections[0].linears] == ["", "aten::_weight_int8pack_mm"]
 
 
 class Core(nn.Module):

@@ -12,12 +12,12 @@ from torch.fx import GraphModule, Node
 from dsv4_compile.passes import verify
 from dsv4_compile.passes.projections import ProjectionsPass
 from dsv4_compile.passes.schedule import MAIN, Wait, Work
-from tests.passes.test_opaque import attention, tensors, traced
+from tests.passes.test_opaque import asked_for, attention, tensors, traced  # noqa: F401  (a fixture)
 from tests.passes.test_verify import called, kinds
 
 ops = torch.ops.quantised
 
-pytestmark = pytest.mark.usefixtures("as_on_cuda")
+pytestmark = pytest.mark.usefixtures("as_on_cuda", "asked_for")
 
 
 def rewritten(strategy: str = "streams", function: Any = attention) -> tuple[GraphModule, Node]:
