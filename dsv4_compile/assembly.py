@@ -239,7 +239,7 @@ class Assembler:
         brancher = None
         if self.branching is not None:
             captures = making.captures and self.policy.takes(known)
-            brancher = Brancher(self.branching, known, captures, self.sites)
+            brancher = Brancher(self.branching, known, captures, self.sites, _device(plan.placeholders))
         made: list[tuple[str, Part, Code, str]] = []
         for one in plan.cuts:
             for step in self._steps(making, one, brancher):
@@ -271,7 +271,7 @@ class Assembler:
         parts: list[tuple[Extract, Code]] = []
         for stream, one in enumerate(step):
             part, is_static, key = making.extracted(one)
-            if not part.outputs and all(map(is_free, one.nodes)):
+            if not part.outputs and all(map(is_free, one.nodes)) and len(step) == 1:
                 return []
             code, shared = self._code(part, key, is_static, making.fingerprint, making.settings)
             if self.observe is not None:

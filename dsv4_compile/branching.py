@@ -73,12 +73,14 @@ class Brancher:
     Attributes:
         captures: whether something captures the pieces that can be.
         sites: for the report.
+        device: whose streams the branches run on.
     """
 
     branching: Branching
     tokens: Tokens
     captures: bool
     sites: list[BranchSite]
+    device: torch.device
     _known: dict[tuple[str, int, bool], _Division] = field(default_factory=dict)
 
     def divide(self, one: Cut, graph: Graph, key: Key) -> list[tuple[Cut, ...]]:
@@ -138,7 +140,7 @@ class Brancher:
             return f"it has {count} tokens, and above {limit} (stream_max_tokens) nothing leaves the main stream"
         values = [x for node in graph.nodes for x in tree_leaves(node.meta.get("val")) if isinstance(x, torch.Tensor)]
         devices = sorted({str(x.device) for x in values})
-        return f"it is on {' and '.join(devices)}" if len(devices) > 1 else ""
+        return f"it is on {' and '.join(devices)}" if {*devices} - {str(self.device)} else ""
 
 
 def _positions(part: Sequence[Node], position: dict[Node, int]) -> tuple[int, ...]:

@@ -118,6 +118,7 @@ class _Search:
         self.whole = units.cost(self.every)
         self.serial = self._elapsed(self.whole.us, self.whole.launches)
         self.trials = 0
+        self.alone: dict[int, Cost] = {}
         self.small = False
         """Whether a fork was passed over because all that it divides takes less than it costs."""
 
@@ -129,6 +130,8 @@ class _Search:
         best: _Trial | None = None
         kept_out = dict.fromkeys((self.barred, self.barred | self.main_only))
         for readers, barred in itertools.product(self._forks(), kept_out):
+            if self.trials >= MOST_TRIALS:
+                break
             found = self._improved(readers, barred, self.serial if best is None else best.forked)
             if found is not None and (best is None or found.forked < best.forked):
                 best = found
@@ -188,7 +191,9 @@ class _Search:
         return self.serial - work * (1 - 1 / (1 + self.sides)) + fork_us(1, self.captured)
 
     def _alone(self, position: int) -> Cost:
-        return self.units.cost(1 << position)
+        if position not in self.alone:
+            self.alone[position] = self.units.cost(1 << position)
+        return self.alone[position]
 
     def _trial(self, below: int, middle: int) -> _Trial | None:
         """The components of `middle` on streams, or None when there is only one."""

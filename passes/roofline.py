@@ -138,10 +138,10 @@ def product_us(node: Node) -> float:
     width = min((x.element_size() for x in given if isinstance(x, torch.Tensor)), default=4)
     arguments = tree_map(_shape, (node.args, node.kwargs), is_leaf=lambda x: isinstance(x, Node))
     try:
-        count = formula(*arguments[0], **arguments[1], out_val=_sizes(value))
-    except (TypeError, ValueError, AssertionError, IndexError):  # it wants what a graph does not have
+        count = float(formula(*arguments[0], **arguments[1], out_val=_sizes(value)))
+    except Exception:  # a formula, of whomever, that wants what a graph does not have
         return 0.0
-    return float(count) / RATES.get(width, RATES[4])
+    return count / RATES.get(width, RATES[4])
 
 
 def _shape(argument: Any) -> Any:

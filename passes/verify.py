@@ -420,6 +420,9 @@ def branch_obstacle(node: Node) -> str:
         return "may write what it is given, or return it"
     if has_effect(node):
         return "writes memory or draws random numbers"
+    if node.target is ACCOMPANIED:
+        # In a capture a result that the main branch drops is memory of side stream 1 again, for a branch to write.
+        return "has results in the memory of a side stream"
     devices = {x.device for n in (node, *node.all_input_nodes) for x in _tensors(n)}
     if len(devices) > 1:
         return f"has tensors on {' and '.join(sorted(map(str, devices)))}"

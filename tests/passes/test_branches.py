@@ -430,3 +430,20 @@ def test_a_symbolic_size_counts_as_it_is_now_and_is_not_guarded() -> None:
     assert bytes_of(product) == 4 * 48 * 32 and product_us(product) == 2 * 48 * 64 * 32 / RATES[4]
     find(graph, 3)
     assert len(value.shape[0].node.shape_env.guards) == before
+
+
+def test_a_formula_that_fails_is_no_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+    def takes_tensors(a: Any, b: Any, out_val: Any) -> Any:
+        return a.size(0)
+
+    def returns_no_number(a: Any, b: Any, out_val: Any) -> Any:
+        return 1, 2
+
+    def takes_nothing() -> int:
+        return 1
+
+    (product,) = nodes_by_target(graph_of(torch.mm, torch.empty(48, 64), torch.empty(64, 32)), aten.mm.default)
+    assert product_us(product) > 0
+    for formula in (takes_tensors, returns_no_number, takes_nothing):
+        monkeypatch.setattr(roofline, "_formulas", dict(((aten.mm, formula),)).copy)
+        assert product_us(product) == 0.0

@@ -10,8 +10,10 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from dsv4_compile.kernels import linear
-from dsv4_compile.passes.verify import check_fork
+from dsv4_compile.passes.projections import ProjectionsPass
+from dsv4_compile.passes.verify import branch_obstacle, check_fork
 from tests.passes.test_branches import TOKENS, WIDTH, chain, graph_of, own, split_of, x_and_weights
+from tests.passes.test_opaque import attention, tensors, traced
 
 aten = torch.ops.aten
 Parts = tuple[list[Node], list[list[Node]], list[Node]]
@@ -142,3 +144,10 @@ def test_a_branch_may_not_write_what_another_reads() -> None:
 
 def _without(part: Sequence[Node], node: Node) -> list[Node]:
     return [one for one in part if one is not node]
+
+
+def test_what_has_results_of_a_side_stream_is_on_no_branch() -> None:
+    gm = traced(attention, *tensors())
+    ProjectionsPass("streams")(gm.graph)
+    (node,) = (n for n in gm.graph.nodes if n.target is torch.ops.dsv4.accompanied_linear.default)
+    assert "memory of a side stream" in branch_obstacle(node)
