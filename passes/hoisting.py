@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 from dsv4_compile.passes.region import aten, value
 from dsv4_compile.passes.verify import confinement
 
-__all__ = ["MOST_STEPS", "PRODUCTS", "Joining", "activation", "hoist", "lost", "obstacle"]
+__all__ = ["MOST_STEPS", "PRODUCTS", "Joining", "activation", "hoist", "lost", "may_write", "obstacle"]
 
 MOST_STEPS = 64
 """Nodes between an activation and what a product of the group reads, at most."""
@@ -66,7 +66,7 @@ def obstacle(products: Sequence[Joining], x: Node, linears: Sequence[Node], orde
     late = [node for node in between if order[node] > first]
     last = max(order[node] for node in (*late, *(product.node for product in products)))
     for node, position in order.items():
-        if first < position < last and _writes(node):
+        if first < position < last and may_write(node):
             return f"{node.name} writes between the first of them and what it reads"
     for node in late:
         if reason := _immovable(node):
@@ -107,7 +107,7 @@ def _between(nodes: Iterable[Node], since: int, order: Mapping[Node, int]) -> se
     return found
 
 
-def _writes(node: Node) -> bool:
+def may_write(node: Node) -> bool:
     """Whether it writes, as far as anybody knows."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
@@ -119,7 +119,7 @@ def _immovable(node: Node) -> str:
     """Why a node must stay where it is; empty when it need not."""
     if node.op in ("placeholder", "get_attr"):
         return ""
-    if _writes(node):
+    if may_write(node):
         return "writes"
     if isinstance(value(node), torch.SymInt | int):
         return ""  # arithmetic of sizes, which are functions of Python in a graph

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Graph, Node
 
-from dsv4_compile.passes import float8, opaque
+from dsv4_compile.passes import float8, hoisting, opaque
 from dsv4_compile.passes.float8 import ScaledProduct
 from dsv4_compile.passes.opaque import OpaqueProduct
 from dsv4_compile.passes.region import (
@@ -112,13 +112,19 @@ def find(graph: Graph, apart: Collection[str] = ()) -> tuple[list[Group], list[M
     Each has a linear; the others may be float8 products, and other people's operators but those named in `apart`.
     """
     by_activation: dict[Node, list[Linear]] = defaultdict(list)
+    late: set[Node] = set()  # activations that a linear has read before something that may have written them
     refused: dict[Node, list[tuple[Node, str]]] = defaultdict(list)
     for node in graph.nodes:
+        if hoisting.may_write(node):
+            late |= {_base(read) for read in node.all_input_nodes}.intersection(map(_base, by_activation))
         parsed = _parse(node)
         if isinstance(parsed, Linear):
             top = parsed.chain[0] if parsed.chain else None
             x = top.args[0] if top is not None else operands(node)[1]
-            by_activation[x].append(parsed)
+            if _base(x) in late:
+                refused[x].append((node, "its activation may have been written since the first of them"))
+            else:
+                by_activation[x].append(parsed)
         elif parsed is not None:
             x, why = parsed
             refused[x].append((node, why))
@@ -141,6 +147,13 @@ def find(graph: Graph, apart: Collection[str] = ()) -> tuple[list[Group], list[M
         if node not in known:
             others[x].append(left_alone(node, why))
     return [replace(group, refused=tuple(others[group.x])) for group in groups], missed
+
+
+def _base(node: Node) -> Node:
+    """What a node is a view of, itself if it is none."""
+    while packet(node) in VIEW and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
 
 
 def left_alone(node: Node, why: str) -> Missed:
