@@ -77,16 +77,15 @@ class Generation:
         with torch.no_grad(), FileLock(LOCK):  # a long prompt of many rows takes tens of gigabytes for a moment
             self.token = self._best(ids, cache)
             torch.cuda.empty_cache()
-        if arguments.column.startswith("dsv4-static"):
+        is_static = arguments.column.startswith("dsv4-static")
+        if is_static:
             cache = StaticDeepseekV4Cache.of(cache, model, shape[1] + arguments.first + 2 * arguments.steps)
             model.set_attn_implementation(ATTENTION)
         model.compile(**COLUMNS[arguments.column])
         self.cache, self.clones = cache, arguments.clones
         self.tokens: list[list[int]] = []
         self.prompt_s: float | None = None
-        if batch == 1 and not arguments.column.startswith(
-            "dsv4-static"
-        ):  # its results round otherwise, so they are not used
+        if batch == 1 and not is_static:  # its results round otherwise, so they are not used
             with torch.no_grad():
                 start = time.perf_counter()
                 self._best(ids, DynamicCache(config=model.config))

@@ -236,14 +236,14 @@ class Assembler:
     def _assemble(self, gm: GraphModule, plan: _Plan, settings: dict[str, Any]) -> Any:
         making = _Making(gm, Sizes(plan.placeholders), plan.static, fingerprint(), settings, plan.recorder is not None)
         known = plan.tokens if plan.tokens.symbols <= making.sizes.found.keys() else Tokens()
-        brancher = None
+        device, brancher = _device(plan.placeholders), None
         if self.branching is not None:
             captures = making.captures and self.policy.takes(known)
-            brancher = Brancher(self.branching, known, captures, self.sites, _device(plan.placeholders))
+            brancher = Brancher(self.branching, known, captures, self.sites, device)
         made: list[tuple[str, Part, Code, str]] = []
         for one in plan.cuts:
             for step in self._steps(making, one, brancher):
-                made += self._made(making, step, f"piece_{len(made)}", known, _device(plan.placeholders))
+                made += self._made(making, step, f"piece_{len(made)}", known, device)
         counts = Counter(piece.key for piece in self.pieces)
         self.pieces[:] = [replace(piece, shared_with=counts[piece.key] - 1) for piece in self.pieces]
         positions = [i for i, node in enumerate(plan.placeholders) if node in plan.static]

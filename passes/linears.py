@@ -12,7 +12,7 @@ is that activation and weights. Names play no part.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass, replace
 
 import torch
@@ -36,6 +36,7 @@ from dsv4_compile.passes.region import (
     value,
 )
 from dsv4_compile.passes.sites import Missed, module_path, source_location
+from dsv4_compile.passes.storages import Storages
 from dsv4_compile.passes.vllm_calls import own_product
 
 __all__ = ["Group", "Linear", "find", "left_alone", "operands"]
@@ -112,18 +113,21 @@ def find(graph: Graph, apart: Collection[str] = ()) -> tuple[list[Group], list[M
     Each has a linear; the others may be float8 products, and other people's operators but those named in `apart`.
     """
     by_activation: dict[Node, list[Linear]] = defaultdict(list)
-    late: set[Node] = set()  # activations that a linear has read before something that may have written them
+    storages, read, late = Storages(), set[Hashable](), set[Hashable]()
+    # `late`: storages that a linear has read before something that may have written them
     refused: dict[Node, list[tuple[Node, str]]] = defaultdict(list)
     for node in graph.nodes:
+        access = storages.visit(node)
         if hoisting.may_write(node):
-            late |= {_base(read) for read in node.all_input_nodes}.intersection(map(_base, by_activation))
+            late |= access.writes & read
         parsed = _parse(node)
         if isinstance(parsed, Linear):
             top = parsed.chain[0] if parsed.chain else None
             x = top.args[0] if top is not None else operands(node)[1]
-            if _base(x) in late:
+            if storages.of(x) & late:
                 refused[x].append((node, "its activation may have been written since the first of them"))
             else:
+                read |= storages.of(x)
                 by_activation[x].append(parsed)
         elif parsed is not None:
             x, why = parsed
@@ -147,13 +151,6 @@ def find(graph: Graph, apart: Collection[str] = ()) -> tuple[list[Group], list[M
         if node not in known:
             others[x].append(left_alone(node, why))
     return [replace(group, refused=tuple(others[group.x])) for group in groups], missed
-
-
-def _base(node: Node) -> Node:
-    """What a node is a view of, itself if it is none."""
-    while packet(node) in VIEW and isinstance(node.args[0], Node):
-        node = node.args[0]
-    return node
 
 
 def left_alone(node: Node, why: str) -> Missed:

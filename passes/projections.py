@@ -61,7 +61,7 @@ class ProjectionsPass:
 
     def __call__(self, graph: Graph) -> PassResult:
         order = {node: i for i, node in enumerate(graph.nodes)}
-        groups, missed = find(graph, [*self.apart, *opaque.wanted_apart()])
+        groups, missed = find(graph, self._stay)
         inputs = {n: _position(n, i) for i, n in enumerate(n for n in graph.nodes if n.op == "placeholder")}
         done, packs = [], []
         moved: dict[Node, Node] = {}
@@ -109,11 +109,10 @@ class ProjectionsPass:
             missed += [left_alone(linear.node, left) for linear in group.linears if linear.wide]
             group = replace(group, linears=tuple(linear for linear in group.linears if not linear.wide))
         linears = [linear.node for linear in group.linears]
-        stay = [*self.apart, *opaque.wanted_apart()]
         why = hoisting.lost(graph, group.low, linears)
         if group.low and (why is not None or strategy != "measured"):
             low, group = group.low, replace(group, low=())
-            found = [] if why is not None or strategy != "streams" else [opaque.parse(p.node, stay) for p in low]
+            found = [] if why is not None or strategy != "streams" else [opaque.parse(p.node, self._stay) for p in low]
             side = [product for product in found if isinstance(product, OpaqueProduct)]
             group = replace(group, side=tuple(sorted((*group.side, *side), key=lambda product: product.node)))
             left = f"a quantised product (_scaled_mm) keeps its own kernel: {why or 'nothing is measured'}"
@@ -144,6 +143,11 @@ class ProjectionsPass:
     @property
     def _has_streams(self) -> bool:
         return self.num_streams > 0 and self.stream_max_tokens > 0
+
+    @property
+    def _stay(self) -> list[str]:
+        """Qualified names of operators that somebody wants to see in the graph."""
+        return [*self.apart, *opaque.wanted_apart()]
 
     @property
     def _is_wanted(self) -> bool:

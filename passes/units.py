@@ -85,7 +85,8 @@ class Units:
         self.of[node] = len(self.all)
         unit = Unit([node], len(self.all), bool(branch_obstacle(node)), bool(is_main_only(node)))
         unit.writes, unit.products = bytes_of(node), product_us(node)
-        unit.fusable, unit.reduces = is_fusable(node), reduction_of(node) if is_fusable(node) else None
+        unit.fusable = is_fusable(node)
+        unit.reduces = reduction_of(node) if unit.fusable else None
         self.all.append(unit)
 
     def _connect(self, unit: Unit) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,13 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import dsv4_compile
-from dsv4_compile.passes import opaque, projections, verify
-from dsv4_compile.passes.projections import ProjectionsPass
+from dsv4_compile.passes import projections
 from tests.kernels.quantised_operators import BF16, BLOCK, FLOAT8
 from tests.passes.test_float8 import Float8
 from tests.passes.test_projections import names, run
@@ -179,16 +173,6 @@ def test_static_and_dynamic_shapes_and_the_strides_that_an_operator_wants(compil
     assert [len(group.linears) for graph in graphs for group in graph.projections] == [5] * (1 if dynamic else 2)
 
 
-def test_on_a_cpu_nothing_changes_and_strict_is_content(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(projections, "_device_type", lambda group: "cpu")
-    module, x = Attention(), torch.randn(5, 64).to(BF16)
-    for one in (module, Near("writing_linear", torch.zeros(()))):
-        out, graph = auto(one, x, strict=True)
-        assert_like_eager(out, one, x)
-        assert [group.strategy for group in graph.projections] == ["serial"] and not graph.missed
-        assert all(not linear.operator for group in graph.projections for linear in group.linears)
-
-
 @pytest.mark.parametrize("strategy", ["pack", "serial"])
 def test_other_strategies_leave_the_operators_alone(strategy: str) -> None:
     module, x = Attention(), torch.randn(5, 64).to(BF16)
@@ -240,130 +224,6 @@ def test_one_linear_and_one_operator_are_a_group() -> None:
     out, graph = auto(module, x, strict=True)
     assert_like_eager(out, module, x)
     assert names(graph) == [["gate", "q"]] and graph.projections[0].columns == 64
-
-
-class Near(nn.Module):
-    """Two linears and an operator that may not join them."""
-
-    def __init__(self, name: str, *rest: Tensor, dtype: torch.dtype = FLOAT8) -> None:
-        super().__init__()
-        self.gate, self.other, self.name = plain(16), plain(8), name
-        self.weight = nn.Parameter(torch.randn(64, 64).to(dtype), requires_grad=False)
-        self.rest = nn.ParameterList(nn.Parameter(one, requires_grad=False) for one in rest)
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        x = x * 2
-        made = getattr(ops, self.name)(x, self.weight, *(one.clone() for one in self.rest))
-        return [made + 1, self.gate(x), self.other(x)]
-
-
-class Depends(nn.Module):
-    """It reads the result of a linear of the same activation; or it is made from it by very many operators."""
-
-    def __init__(self, steps: int = 0) -> None:
-        super().__init__()
-        self.gate, self.other, self.q, self.steps = plain(64), plain(8), Int8(32), steps
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        x = x * 2
-        gate = self.gate(x)
-        y = x if self.steps else x * gate
-        for _ in range(self.steps):
-            y = y.sin()
-        return [self.q(y), gate, self.other(x)]
-
-
-class Whole(Depends):
-    """Its weight is computed from the activation."""
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        x = x * 2
-        return [ops.wide_linear(x, x.to(FLOAT8)), self.gate(x), self.other(x)]
-
-
-@pytest.mark.parametrize(
-    ("module", "reason"),
-    [
-        (
-            lambda: Near("writing_linear", torch.zeros(())),
-            "(quantised::writing_linear) keeps its own kernel: the operator writes",
-        ),
-        (lambda: Near("random_linear"), "draws from the random generator"),
-        (lambda: Near("confined_linear"), "the operator uses one workspace for all calls"),
-        (lambda: Depends(), "its input depends on another product of the activation"),
-        (lambda: Depends(100), "more than 64 operators lie between"),
-    ],
-)
-def test_an_operator_that_cannot_join_is_left_with_its_reason(
-    module: Callable[[], nn.Module], reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(verify.MAIN_STREAM_ONLY, "quantised::confined_linear", "uses one workspace for all calls")
-    near, x = module(), torch.randn(5, 64).to(BF16)
-    out, graph = auto(near, x)
-    with torch.no_grad():
-        for ours, eager in zip(out, near(x), strict=True):
-            torch.testing.assert_close(ours, eager, rtol=2e-2, atol=2e-2)
-    assert names(graph) == [["gate", "other"]]
-    (missed,) = graph.missed
-    assert reason in missed.reason
-
-
-class Scales(Depends):
-    """A parameter of one byte a number that is no matrix."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numbers = nn.Parameter(torch.ones(64, dtype=torch.int8), requires_grad=False)
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        x = x * 2
-        return [ops.int8_linear(x, self.gate.weight, self.numbers), self.gate(x), self.other(x)]
-
-
-@pytest.mark.parametrize("module", [lambda: Near("wide_linear", dtype=BF16), Whole, Scales])
-def test_what_reads_no_quantised_parameter_is_not_spoken_of(module: Callable[[], nn.Module]) -> None:
-    near, x = module(), torch.randn(64, 64).to(BF16)
-    out, graph = auto(near, x, strict=True)
-    assert_like_eager(out, near, x, exact=False)
-    assert names(graph) == [["gate", "other"]] and not graph.missed
-
-
-class Alone(nn.Module):
-    """Operators whose activation no linear reads, behind one that two linears do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up, self.q, self.k = plain(64), plain(64), Int8(32), Int8(16)
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        x = self.gate(x).sigmoid() * self.up(x)
-        return [self.q(x), self.k(x)]
-
-
-def test_operators_of_an_activation_without_linears_are_not_spoken_of() -> None:
-    module, x = Alone(), torch.randn(5, 64).to(BF16)
-    out, graph = auto(module, x, strict=True)
-    assert_like_eager(out, module, x, exact=False)
-    assert names(graph) == [["gate", "up"]] and not graph.missed
-
-
-class Behind(nn.Module):
-    """DeepSeek's query: an operator whose input another one makes from the activation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.other, self.q_a, self.q_b = plain(16), plain(8), Int8(64), Int8(32)
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        x = x * 2
-        return [self.q_b(self.q_a(x).relu()), self.gate(x), self.other(x)]
-
-
-def test_an_operator_behind_another_is_not_spoken_of() -> None:
-    module, x = Behind(), torch.randn(5, 64).to(BF16)
-    out, graph = auto(module, x, strict=True)
-    assert_like_eager(out, module, x, exact=False)
-    assert names(graph) == [["gate", "other", "q_a"]] and not graph.missed
 
 
 class Layers(nn.Module):
@@ -432,150 +292,6 @@ def test_float8_products_of_ours_and_an_operator_are_one_group() -> None:
     (group,) = graph.projections
     assert [(one.name, one.operator) for one in group.linears] == [("gate", ""), ("q", ""), ("kv", QUANTISED["kv"])]
     assert "with 1 float8 products" in group.reason and graph.measured()[0].measured
-
-
-# --------------------------------------------------------------------------------------------------- graphs by hand
-
-
-def traced(function: Callable[..., object], *inputs: Tensor) -> GraphModule:
-    """The graph of `function` with weights as inputs, as vLLM's are."""
-    with torch.no_grad():
-        return make_fx(function, tracing_mode="fake")(*inputs)
-
-
-def attention(x: Tensor, gate: Tensor, state: Tensor, small: Tensor, scale: Tensor) -> list[Tensor]:
-    low = ops.int8_linear(x, small, scale)
-    return [torch.mm(x, gate.t()), low, torch.mm(x, state.t())]
-
-
-def tensors() -> list[Tensor]:
-    x, gate, state = torch.randn(5, 64), torch.randn(16, 64), torch.randn(8, 64)
-    return [x, gate, state, torch.randint(-99, 99, (32, 64), dtype=torch.int8), torch.rand(32)]
-
-
-@pytest.mark.parametrize("strategy", ["auto", "streams"])
-def test_a_second_run_changes_nothing_and_weights_may_be_inputs(strategy: str) -> None:
-    inputs = tensors()
-    gm = traced(attention, *inputs)
-    rewrite = ProjectionsPass(strategy, pack=False)
-    result = rewrite(gm.graph)
-    gm.graph.lint()
-    code = gm.graph.python_code("self").src
-    assert [len(group.linears) for group in result.projections] == [3] and not result.missed
-    assert code.count("dsv4.accompanied_linear") == 1 and "quantised.int8_linear(" not in code
-    again = rewrite(gm.graph)
-    assert gm.graph.python_code("self").src == code
-    assert not again.projections and not again.missed
-    gm.recompile()
-    for ours, eager in zip(gm(*inputs), attention(*inputs), strict=True):
-        torch.testing.assert_close(ours, eager)
-
-
-def test_one_auxiliary_stream_is_shared_with_the_linears() -> None:
-    gm = traced(attention, *tensors())
-    (group,) = ProjectionsPass("streams", num_streams=1)(gm.graph).projections
-    assert [one.stream for one in group.linears] == [0, 1, 1]
-    assert not verify.check(gm.graph, 1)
-
-
-def test_a_write_between_keeps_the_operator_where_it_is() -> None:
-    def function(x: Tensor, gate: Tensor, state: Tensor, small: Tensor, scale: Tensor) -> list[Tensor]:
-        made = [torch.mm(x, gate.t()), torch.mm(x, state.t())]
-        scale.mul_(2)
-        return [*made, ops.int8_linear(x, small, scale)]
-
-    gm = traced(function, *tensors())
-    result = ProjectionsPass("streams")(gm.graph)
-    assert [len(group.linears) for group in result.projections] == [2]
-    (missed,) = result.missed
-    assert "writes between" in missed.reason
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("view_linear", "returns a view of an argument"),
-        ("doubtful_linear", "may write its arguments"),
-        ("writing_linear", "the operator writes its arguments"),
-    ],
-)
-def test_a_schema_that_allows_aliases_is_refused(name: str, reason: str) -> None:
-    def function(x: Tensor, small: Tensor) -> Tensor:
-        return getattr(ops, name)(x, small, *([x[0]] if name == "writing_linear" else []))
-
-    gm = traced(function, torch.randn(5, 64), torch.randn(64, 64).to(FLOAT8))
-    (node,) = (n for n in gm.graph.nodes if getattr(n.target, "namespace", "") == "quantised")
-    assert reason in str(opaque.parse(node))
-
-
-def test_tensors_on_several_devices_are_refused() -> None:
-    with FakeTensorMode():
-        x, gate, state = (torch.empty(rows, 64, device="cuda") for rows in (5, 16, 8))
-        small = torch.empty(32, 64, dtype=torch.int8, device="cuda")
-        gm = make_fx(attention)(x, gate, state, small, torch.empty(32))
-        result = ProjectionsPass("streams")(gm.graph)
-    assert [len(group.linears) for group in result.projections] == [2]
-    (missed,) = result.missed
-    assert missed.reason.endswith("it has tensors on cpu and cuda:0")
-
-
-def test_a_triton_kernel_of_the_activation_is_missed_with_its_reason() -> None:
-    """As the graph has a kernel of Triton's that no operator wraps: the Hugging Face hub's, say."""
-    gm = traced(attention, *tensors())
-    (node,) = (n for n in gm.graph.nodes if n.target is ops.int8_linear.default)
-    wrapper = torch.ops.higher_order.triton_kernel_wrapper_functional
-    given = {"x": node.args[0], "w": node.args[1], "out": node.args[0]}
-    with gm.graph.inserting_before(node):
-        kernel = gm.graph.call_function(wrapper, (), {"kernel_idx": 0, "kwargs": given, "tensors_to_clone": ["out"]})
-        made = gm.graph.call_function(operator.getitem, (kernel, "out"))
-    made.meta["val"] = node.meta["val"]
-    kernel.meta["val"] = {"out": node.meta["val"]}
-    node.replace_all_uses_with(made)
-    gm.graph.erase_node(node)
-    result = ProjectionsPass("streams")(gm.graph)
-    assert [len(group.linears) for group in result.projections] == [2]
-    (missed,) = result.missed
-    assert "(triton_kernel_wrapper_functional)" in missed.reason
-    assert "no operator with a schema of its own" in missed.reason
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_scaled_mm_with_scales_by_blocks_runs_beside_the_group(version: int) -> None:
-    """As DeepSeek's checkpoints have them. A CPU has no such product, so only the graph is looked at."""
-    if version == 2 and not hasattr(torch.nn.functional, "scaled_mm"):
-        pytest.skip("this torch has no scaled_mm")
-
-    def product(rows: Tensor, w: Tensor, scales: Tensor, w_scales: Tensor) -> Tensor:
-        if version == 1:
-            return torch._scaled_mm(rows, w.t(), scale_a=scales, scale_b=w_scales.t(), out_dtype=BF16)
-        recipes = torch.nn.functional.ScalingType.BlockWise1x128, torch.nn.functional.ScalingType.BlockWise128x128
-        return torch.nn.functional.scaled_mm(
-            rows, w.t(), scales, recipes[0], w_scales.t(), recipes[1], output_dtype=BF16
-        )
-
-    def function(x: Tensor, x8: Tensor, scales: Tensor, gate: Tensor, w: Tensor, w_scales: Tensor) -> list[Tensor]:
-        rows = (x * 0 + x8.to(BF16)).to(FLOAT8)
-        return [torch.mm(x, gate.t()), product(rows, w, scales, w_scales)]
-
-    with FakeTensorMode():
-        inputs = [
-            torch.empty(16, 512, dtype=BF16, device="cuda"),
-            torch.empty(16, 512, dtype=FLOAT8, device="cuda"),
-            torch.empty(4, 16, device="cuda").t(),
-            torch.empty(32, 512, dtype=BF16, device="cuda"),
-            torch.empty(384, 512, dtype=FLOAT8, device="cuda"),
-            torch.empty(3, 4, device="cuda"),
-        ]
-        gm = make_fx(function)(*inputs)
-        result = ProjectionsPass("auto", pack=False)(gm.graph)
-    gm.graph.lint()
-    (group,) = result.projections
-    name = "aten::_scaled_mm" if version == 1 else "aten::_scaled_mm_v2"
-    assert not result.missed and [one.operator for one in group.linears] == ["", name]
-    (node,) = (n for n in gm.graph.nodes if n.target is torch.ops.dsv4.accompanied_linear.default)
-    (_, wanted, *_), _ = node.meta["eager_input_vals"]
-    assert [tuple(one.stride()) for one in wanted if one.shape == (16, 4)] == [(1, 16)]
-    assert not verify.check(gm.graph, 3)
 
 
 class Core(nn.Module):

@@ -12,7 +12,8 @@ from torch.fx import GraphModule, Node
 from dsv4_compile.passes import verify
 from dsv4_compile.passes.projections import ProjectionsPass
 from dsv4_compile.passes.schedule import MAIN, Wait, Work
-from tests.passes.test_opaque import asked_for, attention, tensors, traced  # noqa: F401  (a fixture)
+from tests.passes.test_opaque import asked_for  # noqa: F401  (a fixture)
+from tests.passes.test_opaque_graphs import attention, tensors, traced
 from tests.passes.test_verify import called, kinds
 
 ops = torch.ops.quantised

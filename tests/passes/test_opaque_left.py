@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 from dsv4_compile.passes import opaque, verify
 from dsv4_compile.passes.projections import ProjectionsPass
 from tests.kernels.quantised_operators import BF16
-from tests.passes.test_opaque import Attention, Int8, assert_like_eager, plain, tensors, traced
+from tests.passes.test_opaque import Attention, Int8, assert_like_eager, plain
+from tests.passes.test_opaque_graphs import tensors, traced
 from tests.passes.test_projections import names, run
 
 ops = torch.ops.quantised
@@ -145,6 +147,20 @@ def test_nothing_moves_across_what_may_write() -> None:
         other = torch.ops.touched.touch(x)
         return [first, other, ops.int8_linear(x, small, scale), torch.mm(x, state.t())]
 
+    assert_nothing_moves(function)
+
+
+def test_nothing_moves_across_what_may_write_a_part_of_the_same_memory() -> None:
+    def function(x: Tensor, gate: Tensor, state: Tensor, small: Tensor, scale: Tensor) -> list[Tensor]:
+        lower = x[:4]
+        first = torch.mm(lower, gate.t())
+        other = torch.ops.touched.touch(x[2:])
+        return [first, other, torch.mm(lower, state.t())]
+
+    assert_nothing_moves(function)
+
+
+def assert_nothing_moves(function: Callable[..., list[Tensor]]) -> None:
     inputs = tensors()
     gm = traced(function, *inputs)
     result = ProjectionsPass("streams")(gm.graph)

@@ -13,7 +13,7 @@ from dsv4_compile.kernels import linear
 from dsv4_compile.passes.projections import ProjectionsPass
 from dsv4_compile.passes.verify import branch_obstacle, check_fork
 from tests.passes.test_branches import TOKENS, WIDTH, chain, graph_of, own, split_of, x_and_weights
-from tests.passes.test_opaque import attention, tensors, traced
+from tests.passes.test_opaque_graphs import attention, tensors, traced
 
 aten = torch.ops.aten
 Parts = tuple[list[Node], list[list[Node]], list[Node]]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,6 +16,7 @@ from dsv4_compile.passes.extraction import Extract
 from dsv4_compile.runtime.forks import joint
 from dsv4_compile.runtime.program import Code
 from tests.models import CSA, HCA, SLIDING, deepseek
+from tests.runtime.test_graphs_gpu import fresh, graph  # noqa: F401  (a fixture)
 from tests.test_branches import Chains
 
 pytestmark = pytest.mark.gpu
@@ -26,24 +25,10 @@ LATE = 2_000_000
 """Cycles that a delay kernel waits, about a millisecond."""
 
 
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=64):
-        yield
-    torch._dynamo.reset()
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
 def compiled(module: nn.Module, **options: object) -> nn.Module:
     dynamic = options.pop("dynamic", None)
     settings = {"cudagraphs": "full", "projections": "off", "branches": True, **options}
     return torch.compile(copy.copy(module), backend="dsv4", options=settings, dynamic=dynamic)
-
-
-def graph() -> dsv4_compile.GraphReport:
-    return dsv4_compile.report().graphs[-1]
 
 
 def fork(delays: tuple[int, ...], max_tokens: int = 8) -> Code:
