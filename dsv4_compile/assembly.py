@@ -35,6 +35,7 @@ from dsv4_compile.passes.pieces import Cut
 from dsv4_compile.passes.roofline import is_free
 from dsv4_compile.passes.sites import BranchSite
 from dsv4_compile.report import TAKEN_OVER, CudaGraphs, Piece
+from dsv4_compile.runtime.direct import operator_call
 from dsv4_compile.runtime.forks import joint
 from dsv4_compile.runtime.program import Code, Part, Sizes, evaluated, function_of, program
 from dsv4_compile.runtime.recorder import Recorder, recorder_of
@@ -165,6 +166,7 @@ class Assembler:
     split_ops: tuple[str, ...] = ()
     branching: Branching | None = None
     compile_piece: CompilePiece | None = None
+    """Instead of Inductor: runs a piece as it is."""
     observe: Callable[[str, Graph, str], None] | None = None
     cudagraphs: CudaGraphs = field(default_factory=CudaGraphs)
     pieces: list[Piece] = field(default_factory=list)
@@ -322,7 +324,8 @@ class Assembler:
                     return known, True
         run = _compile(part, static, settings, self.compile_piece)
         self.compiled += 1
-        code = Code(run, _facts(env, names))
+        source = None if self.compile_piece is not None else getattr(run, "source_code", "")
+        code = Code(run, _facts(env, names), operator_call(part.module.graph, source))
         with _lock:
             for variant in range(VARIANTS):
                 if (identity, variant) not in _known:

@@ -7,6 +7,7 @@ memory pool of CUDA graphs. So a value that is read after its memory went to som
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -120,6 +121,24 @@ class _Taker(TorchDispatchMode):
         return borrowed(value) if isinstance(value, Tensor) else value
 
 
+class Inlets:
+    """Copies bytes from addresses, as the first node of a graph does; nothing is known of the tensors there."""
+
+    def __init__(self, recorder: FakeRecorder, buffers: list[Tensor]) -> None:
+        self.recorder = recorder
+        self.targets = [(buffer.data_ptr(), reach(buffer)) for buffer in buffers]
+        self.sources: list[int] = []
+
+    def point(self, sources: list[int]) -> None:
+        assert len(sources) == len(self.targets)
+        self.recorder.pointed += sources != self.sources
+        self.sources = sources
+
+    def copy(self) -> None:
+        for source, (target, size) in zip(self.sources, self.targets, strict=True):
+            ctypes.memmove(target, source, size)
+
+
 class FakeRecorder:
     """As `CudaRecorder`. `fail` is asked for a reason before each recording."""
 
@@ -129,6 +148,11 @@ class FakeRecorder:
         self.recorded: list[int] = []
         self.fail: Callable[[int], str | None] = lambda number: None
         self.available = True
+        self.is_here, self.is_busy = True, False
+        self.feeds = True
+        self.pointed = 0
+        """How often a copy got another source."""
+        self._taker: _Taker | None = None
 
     def record(self, body: Callable[[], None]) -> Recording:
         number = len(self.recorded)
@@ -137,13 +161,14 @@ class FakeRecorder:
             raise RecordingError(reason)
         before = self.arena.peak
         with _Taker(self.arena) as taker:
+            self._taker = taker
             try:
                 body()
             except RecordingError:
                 raise
             except Exception as error:
                 raise RecordingError(f"it cannot be captured ({error})") from error
-        if not taker.launches:
+        if all(func is Inlets.copy for func, *_ in taker.launches):
             raise RecordingError("it launches nothing, so a graph of it would do nothing")
         self.recorded[number] = len(taker.launches)
 
@@ -159,11 +184,18 @@ class FakeRecorder:
     def borrowed(self, tensor: Tensor) -> Tensor:
         return borrowed(tensor)
 
+    def inlets(self, buffers: list[Tensor]) -> Inlets | None:
+        assert self._taker is not None
+        made = Inlets(self, buffers) if self.feeds else None
+        if made is not None:
+            self._taker.launches.append((Inlets.copy, (made,), {}, []))
+        return made
+
     def unmoved(self, values: list[Any], addresses: list[int | None], places: list[int]) -> bool:
         return all(values[i].data_ptr() == addresses[i] for i in places)
 
     def enter(self) -> bool:
-        return self.available
+        return self.available and not self.is_busy
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:

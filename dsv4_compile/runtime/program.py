@@ -15,7 +15,8 @@ import sympy
 import torch
 from torch.fx import Node
 
-from dsv4_compile.passes.extraction import is_size, symbol_of
+from dsv4_compile.passes.extraction import is_size, symbol_of, symbols_of
+from dsv4_compile.runtime.direct import OperatorCall
 
 __all__ = [
     "Code",
@@ -36,10 +37,17 @@ __all__ = [
 class Code:
     """A compiled piece: called with a list of inputs, which it empties, it returns the outputs."""
 
-    def __init__(self, run: Callable[[list[Any]], Sequence[Any]], facts: tuple[sympy.Basic, ...] = ()):
+    def __init__(
+        self,
+        run: Callable[[list[Any]], Sequence[Any]],
+        facts: tuple[sympy.Basic, ...] = (),
+        call: OperatorCall | None = None,
+    ):
         self.run = run
         self.facts = facts
         """What has to be true of the sizes, in the symbols of the key."""
+        self.call = call
+        """What it does, where that is one call of an operator."""
 
 
 class Part(Protocol):
@@ -59,7 +67,8 @@ class Part(Protocol):
 class Step:
     """A call of a piece: the places it reads and fills, and those that nobody reads after it.
 
-    `apart` says why it cannot be captured (empty when it can), `writes` which of its inputs it writes in place.
+    `apart` says why it cannot be captured (empty when it can), `writes` which of its inputs it writes in place,
+    `is_fixed` whether the layouts of its results follow the token count and nothing else.
     """
 
     name: str
@@ -69,6 +78,7 @@ class Step:
     done: tuple[int, ...]
     apart: str = ""
     writes: tuple[int, ...] = ()
+    is_fixed: bool = False
 
 
 @dataclass(frozen=True)
@@ -165,7 +175,7 @@ def program(
         places.setdefault(value, len(places))
     counted = tuple(tokens[0])
     return Program(
-        steps=_steps(made, places, {places[n] for n in _nodes(results)}),
+        steps=_steps(made, places, {places[n] for n in _nodes(results)}, set(counted)),
         places=len(places),
         measured=tuple((places[symbol], *sizes.source(symbol)) for symbol in symbols),
         computed=tuple(_computed(node, places) for node in dict.fromkeys(derived)),
@@ -191,7 +201,9 @@ def _computed(size: Node, places: Mapping[Any, int]) -> tuple[int, Callable[[Seq
     return places[size], function_of(expression, symbols), tuple(places[symbol] for symbol in symbols)
 
 
-def _steps(made: Sequence[tuple[str, Part, Code, str]], places: Mapping[Any, int], kept: set[int]) -> tuple[Step, ...]:
+def _steps(
+    made: Sequence[tuple[str, Part, Code, str]], places: Mapping[Any, int], kept: set[int], counted: set[sympy.Symbol]
+) -> tuple[Step, ...]:
     last: dict[int, int] = {}
     for number, (_, part, _, _) in enumerate(made):
         for value in (*part.inputs, *part.symbols, *part.outputs):
@@ -202,7 +214,8 @@ def _steps(made: Sequence[tuple[str, Part, Code, str]], places: Mapping[Any, int
         done = tuple(place for place, at in last.items() if at == number and place not in kept)
         outputs = tuple(places[node] for node in part.outputs)
         writes = tuple(places[part.inputs[i]] for i in part.writes)
-        steps.append(Step(name, code, inputs, outputs, done, apart, writes))
+        is_fixed = all(counted.issuperset(symbols_of(node.meta["val"])) for node in part.outputs)
+        steps.append(Step(name, code, inputs, outputs, done, apart, writes, is_fixed))
     return tuple(steps)
 
 

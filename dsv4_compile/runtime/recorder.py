@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +18,13 @@ from typing import Any, Protocol
 
 import torch
 
+from dsv4_compile.kernels.cuda import inlets
+from dsv4_compile.kernels.cuda.kept import PER_THREAD_STREAM
 from dsv4_compile.kernels.driver import bindings, check
 
-__all__ = ["CudaRecorder", "Layout", "Recorder", "Recording", "RecordingError", "addresses", "recorder_of"]
+__all__ = ["CudaRecorder", "Inlets", "Layout", "Recorder", "Recording", "RecordingError", "addresses", "recorder_of"]
+
+logger = logging.getLogger("dsv4_compile")
 
 
 class RecordingError(RuntimeError):
@@ -65,11 +70,21 @@ class Recording:
     graph: Any = None
 
 
+class Inlets(Protocol):
+    """Copies at the start of a graph (`kernels/cuda/inlets.py`)."""
+
+    def point(self, sources: list[int]) -> None:
+        """The next replay copies from these addresses."""
+
+
 class Recorder(Protocol):
     """What records and replays; `CudaRecorder` does, tests have one of their own."""
 
     lock: threading.RLock
     """Held while a graph is recorded or replayed."""
+    is_busy: bool
+    """A call is under way that replays or records. Between two of its graphs its values lie in the pool, so what is
+    called from there must not replay others."""
 
     def record(self, body: Callable[[], None]) -> Recording:
         """Runs `body`, whose launches become a graph; tensors made in it lie in the pool."""
@@ -79,6 +94,14 @@ class Recorder(Protocol):
 
     def unmoved(self, values: list[Any], addresses: list[int | None], places: list[int]) -> bool:
         """Whether the tensors at `places` have the addresses given there."""
+
+    def inlets(self, buffers: Sequence[torch.Tensor]) -> Inlets | None:
+        """In `record`, before the first launch: lets the graph copy contiguous tensors into `buffers`; None when it
+        cannot."""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the caller's current device is the one of the graphs, since `enter`."""
 
     def enter(self) -> bool:
         """Orders what follows behind earlier replays; False when nothing can be replayed now."""
@@ -94,9 +117,16 @@ class CudaRecorder:
         self.index = index
         self.lock = threading.RLock()
         self.stream = torch.cuda.Stream(index)
+        self.is_here = self.is_busy = False
         self._pool: Any = None
         self._alive = 0
         self._last: torch.cuda.Stream | None = None
+        self._raw = -1
+        """The handle of `_last`."""
+        self._stream: Any = None
+        """The same for the driver."""
+        self._made: list[inlets.Inlets] = []
+        """By the recording that is going on."""
 
     def record(self, body: Callable[[], None]) -> Recording:
         """As `Recorder.record`.
@@ -111,19 +141,46 @@ class CudaRecorder:
             try:
                 body()
                 graph.capture_end()
-                empty = self._is_empty(graph)
+                empty = self._is_empty(graph, len(self._made))
                 if not empty:
                     graph.instantiate()
+                    executable = self._bind(graph)
             except BaseException as error:
+                self._made.clear()
                 self._abandon(graph)
                 if not isinstance(error, Exception):
                     raise
                 raise RecordingError(_sentence(error)) from error
+        self._made.clear()
         if empty:
             raise RecordingError("it launches nothing, so a graph of it would do nothing")
         self._alive += 1
         weakref.finalize(graph, self._gone)
-        return Recording(graph.replay, torch.cuda.memory_reserved(self.index) - before, graph)
+        replay = self._replay(graph, executable)
+        return Recording(replay, torch.cuda.memory_reserved(self.index) - before, graph)
+
+    def _bind(self, graph: torch.cuda.CUDAGraph) -> Any:
+        driver, _ = bindings()
+        executable = driver.CUgraphExec(graph.raw_cuda_graph_exec())
+        for one in self._made:
+            one.bind(executable)
+        return executable
+
+    def _replay(self, graph: torch.cuda.CUDAGraph, executable: Any) -> Callable[[], None]:
+        """As `graph.replay`, which looks up the device, the stream and the random numbers that a graph has drawn; here
+        `enter` has found the first two, and random numbers are never recorded."""
+        driver, _ = bindings()
+        launch = driver.cuGraphLaunch
+
+        def replay() -> None:
+            if not self.is_here:
+                graph.replay()
+                return
+            (status,) = launch(executable, self._stream)
+            if status:
+                raise RuntimeError(f"A CUDA graph could not be launched: CUDA returned {status.name}.")
+
+        return replay
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """Ends a capture that failed. The allocator would go on serving it, and later captures from its pool."""
@@ -144,9 +201,31 @@ class CudaRecorder:
         self._alive -= 1
 
     @staticmethod
-    def _is_empty(graph: torch.cuda.CUDAGraph) -> bool:
+    def _is_empty(graph: torch.cuda.CUDAGraph, copies: int) -> bool:
         driver, _ = bindings()
-        return not int(check(driver.cuGraphGetNodes(driver.CUgraph(graph.raw_cuda_graph()), 0))[1])
+        return int(check(driver.cuGraphGetNodes(driver.CUgraph(graph.raw_cuda_graph()), 0))[1]) <= copies
+
+    def inlets(self, buffers: Sequence[torch.Tensor]) -> Inlets | None:
+        """As `Recorder.inlets`."""
+        if not self._has_inlets or len(buffers) > inlets.MOST:
+            return None
+        made = inlets.Inlets(buffers)
+        made.enqueue(self.index)
+        self._made.append(made)
+        return made
+
+    @functools.cached_property
+    def _has_inlets(self) -> bool:
+        try:
+            inlets.prepare(self.index)
+        except Exception as error:
+            logger.warning(
+                "Inputs of CUDA graphs are copied one by one: the kernel for it could not be made (%s: %s).",
+                type(error).__name__,
+                error,
+            )
+            return False
+        return True
 
     def borrowed(self, tensor: torch.Tensor) -> torch.Tensor:
         """As `Recorder.borrowed`."""
@@ -170,13 +249,20 @@ class CudaRecorder:
 
     def enter(self) -> bool:
         """As `Recorder.enter`."""
-        if torch.cuda.is_current_stream_capturing():
+        if self.is_busy or torch.cuda.is_current_stream_capturing():
             return False
+        self.is_here = torch._C._cuda_getDevice() == self.index
+        raw = torch._C._cuda_getCurrentRawStream(self.index)
+        if raw != self._raw or raw == PER_THREAD_STREAM:
+            self._move(raw)
+        return True
+
+    def _move(self, raw: int) -> None:
+        """The current stream is another than at the last replay."""
         current = torch.cuda.current_stream(self.index)
         if self._last is not None and current != self._last:
             current.wait_stream(self._last)
-        self._last = current
-        return True
+        self._last, self._raw, self._stream = current, raw, bindings()[0].CUstream(raw)
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
@@ -185,6 +271,7 @@ class CudaRecorder:
         enabled = gc.isenabled()
         gc.disable()
         torch.cuda.synchronize(self.index)
+        _ = self._has_inlets  # loads the kernel
         torch._C._cuda_clearCublasWorkspaces()
         try:
             with torch.cuda.device(self.index):

@@ -119,22 +119,32 @@ class Runner:
         values = begin(program, inputs)
         key = tuple(values[i] for i in program.tokens)
         with recorder.lock:
-            if self._passing or not recorder.enter():  # the caller may record us: our graphs have no place in that
+            # The caller may record us, or be a graph of ours that calls an operator: our graphs have no place in that.
+            if self._passing or not recorder.enter():
                 self._passing = max(0, self._passing - 1)
-                return run_steps(self.program, values)
-            if not self._ahead_done:
-                self._record_ahead(values)
-            if key not in self.tapes:
-                return self._first(key, values)
-            tape = self.tapes[key]
-            if tape is None:
-                return run_steps(self.program, values)
-            if not recorder.unmoved(values, tape.addresses, tape.guarded):
-                return self._moved(key, values)
-            self.report.replays += 1
-            if self.unverified.get(key, 0):
-                return self._verified(key, tape, values)
-            return tape.play(program, values)
+                return run_steps(program, values)
+            if self._ahead_done and self.tapes.get(key, self) is None:
+                return run_steps(program, values)
+            recorder.is_busy = True
+            try:
+                return self._call(key, values)
+            finally:
+                recorder.is_busy = False
+
+    def _call(self, key: tuple[Any, ...], values: list[Any]) -> list[Any]:
+        if not self._ahead_done:
+            self._record_ahead(values)
+        if key not in self.tapes:
+            return self._first(key, values)
+        tape = self.tapes[key]
+        if tape is None:
+            return run_steps(self.program, values)
+        if not self.recorder.unmoved(values, tape.addresses, tape.guarded):
+            return self._moved(key, values)
+        self.report.replays += 1
+        if self.unverified.get(key, 0):
+            return self._verified(key, tape, values)
+        return tape.play(self.program, values)
 
     # ------------------------------------------------------------------------------------------------------ recording
 
@@ -273,6 +283,7 @@ def _compare(segment: Segment, values: list[Any], static: set[int]) -> str | Non
     for i, value in before.items():
         values[i].copy_(value)
     actual = {place: value.clone() if isinstance(value, torch.Tensor) else value for place, value in segment.made}
+    segment.entrance.fill(values)  # the graph may not have done it
     expected = segment.run(values)
     problem = difference([*actual.values(), *after.values()], [*expected.values(), *(values[i] for i in written)])
     if problem is not None:

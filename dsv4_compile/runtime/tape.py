@@ -10,16 +10,19 @@ use it.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._C._dynamo.guards import assert_size_stride
 
+from dsv4_compile.runtime.direct import bound
 from dsv4_compile.runtime.program import Program, Step, finish, run_step
-from dsv4_compile.runtime.recorder import Layout, Recorder, Recording, RecordingError, addresses
+from dsv4_compile.runtime.recorder import Inlets, Layout, Recorder, Recording, RecordingError, addresses
 
-__all__ = ["Observed", "Segment", "Tape", "observe", "record"]
+__all__ = ["Entrance", "Observed", "Segment", "Tape", "observe", "record"]
 
 
 @dataclass
@@ -50,36 +53,70 @@ def observe(program: Program, values: list[Any]) -> tuple[list[Any], Observed]:
 
 
 @dataclass
+class Entrance:
+    """How inputs get to where a graph reads them: `inlets` copies contiguous ones as its first node.
+
+    Attributes:
+        fed: what it copies, as place, number of elements, and buffer.
+        copies: what is copied before, as place and buffer.
+    """
+
+    inlets: Inlets | None = None
+    fed: tuple[tuple[int, int, torch.Tensor], ...] = ()
+    copies: tuple[tuple[int, torch.Tensor], ...] = ()
+
+    def open(self, values: Sequence[Any]) -> list[torch.Tensor]:
+        """Names the sources of the next replay; returns what has to be kept until it is launched."""
+        kept: list[torch.Tensor] = []
+        for place, buffer in self.copies:
+            _fill(buffer, values[place])
+        if self.inlets is not None:
+            sources = []
+            for place, count, buffer in self.fed:
+                source = values[place]
+                if not source.is_contiguous() or source.numel() != count:
+                    source = _filled(buffer, source)
+                    kept.append(source)
+                sources.append(source.data_ptr())
+            self.inlets.point(sources)
+        return kept
+
+    def fill(self, values: Sequence[Any]) -> None:
+        """Copies now, for steps that run without the graph."""
+        for place, buffer in (*self.copies, *((place, buffer) for place, _, buffer in self.fed)):
+            _fill(buffer, values[place])
+
+
+@dataclass
 class Segment:
     """A recorded run of steps.
 
     Attributes:
-        copies: what is copied before it, as place and buffer.
         made: what it leaves, as place and value; tensors are borrowed from the pool.
         reads: what its steps read from elsewhere, by place, but for parameters.
     """
 
     steps: tuple[Step, ...]
     recording: Recording
-    copies: tuple[tuple[int, torch.Tensor], ...]
+    entrance: Entrance
     made: tuple[tuple[int, Any], ...]
     reads: dict[int, Any]
     off: bool = False
 
     def __call__(self, values: list[Any]) -> None:
         """Replays it."""
-        for place, buffer in self.copies:
-            source = values[place]
-            buffer.copy_(source if source.shape == buffer.shape else _once(source, buffer))
         if self.off:
+            self.entrance.fill(values)
             self._run(values)
         else:
+            kept = self.entrance.open(values)
             self.recording.replay()
+            del kept
         for place, value in self.made:
             values[place] = value
 
     def run(self, values: Sequence[Any]) -> dict[int, Any]:
-        """What the steps make of the same inputs without the graph, by place."""
+        """What the steps make of the same inputs, which `entrance` has copied, without the graph, by place."""
         table = {**dict(enumerate(values)), **self.reads}
         for step in self.steps:
             outputs = step.code.run([table[i] for i in step.inputs])
@@ -92,6 +129,17 @@ class Segment:
         for place, value in self.made:
             if isinstance(value, torch.Tensor):
                 value.copy_(fresh[place])
+
+
+def _fill(buffer: torch.Tensor, source: torch.Tensor) -> None:
+    buffer.copy_(source if source.shape == buffer.shape else _once(source, buffer))
+
+
+def _filled(buffer: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """The content of `source` in a new tensor that lies like `buffer`."""
+    made = torch.empty_like(buffer)
+    _fill(made, source)
+    return made
 
 
 def _once(source: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
@@ -186,7 +234,7 @@ class _Taping:
             if recorded is not None:
                 tape.entries.append(recorded)
             else:
-                tape.entries += [_Call(step) for step in steps]
+                tape.entries += [self._called(step) for step in steps]
             for place in [p for p in self.fixed if self.last.get(p, 0) < number]:
                 del self.fixed[place]
         read = {i for segment in tape.segments for step in segment.steps for i in step.inputs}
@@ -194,6 +242,15 @@ class _Taping:
         tape.addresses = addresses(self.values, tape.guarded)
         tape.lent = frozenset(self._lent(tape))
         return tape
+
+    def _called(self, step: Step) -> Callable[[list[Any]], None]:
+        """A step that is not recorded."""
+        layouts = [self.seen.layouts.get(place) for place in step.outputs]
+        if step.code.call is None or not step.is_fixed or None in layouts:
+            return _Call(step)
+        checked = tuple((one.shape, one.stride) for one in layouts if one is not None)
+        run = bound(step.code.call, step.inputs)
+        return _Direct(step, run, step.code.call.results, checked, self.recorder)
 
     def _lent(self, tape: Tape) -> Iterator[int]:
         """Results in the pool: made there, or views of what was."""
@@ -215,14 +272,19 @@ class _Taping:
 
     def _segment(self, steps: tuple[Step, ...], after: int) -> Segment:
         copies: dict[int, torch.Tensor] = {}
+        fed: dict[int, torch.Tensor] = {}
         reads: dict[int, Any] = {}
+        inlets: Inlets | None = None
 
         def body() -> None:
-            # All buffers before the first launch: they are filled before the graph runs, when nothing of it is there.
+            nonlocal inlets
+            # All buffers before the first launch: they are filled before the rest runs, when nothing of it is there.
             inside = {place for step in steps for place in step.outputs}
             for place in dict.fromkeys(i for step in steps for i in step.inputs):
                 if place not in inside and place not in self.static:
                     reads[place] = self._given(place, copies)
+            fed.update((place, buffer) for place, buffer in copies.items() if self._is_fed(place, buffer))
+            inlets = self.recorder.inlets(list(fed.values())) if fed else None
             for number, step in enumerate(steps, after - len(steps)):
                 outputs = step.code.run([self.values[i] if i in self.static else self.fixed[i] for i in step.inputs])
                 self.fixed.update(zip(step.outputs, outputs, strict=True))
@@ -231,12 +293,27 @@ class _Taping:
 
         recording = self.recorder.record(body)
         produced = [place for step in steps for place in step.outputs if place in self.fixed]
+        if inlets is None:
+            fed.clear()
+        entrance = Entrance(
+            inlets,
+            tuple((place, buffer.numel(), self.recorder.borrowed(buffer)) for place, buffer in fed.items()),
+            tuple((place, self.recorder.borrowed(buffer)) for place, buffer in copies.items() if place not in fed),
+        )
         return Segment(
             steps,
             recording,
-            tuple((place, self.recorder.borrowed(buffer)) for place, buffer in copies.items()),
+            entrance,
             tuple((place, self._lasting(self.fixed[place])) for place in produced),
             {place: self._lasting(value) for place, value in reads.items()},
+        )
+
+    def _is_fed(self, place: int, buffer: torch.Tensor) -> bool:
+        """Whether bytes may be copied as they are: no element is repeated, and none means another number (`conj`)."""
+        return (
+            0 < buffer.numel() == math.prod(self.seen.layouts[place].shape)
+            and buffer.is_contiguous()
+            and not buffer.is_complex()
         )
 
     def _given(self, place: int, copies: dict[int, torch.Tensor]) -> Any:
@@ -261,3 +338,27 @@ class _Call:
 
     def __call__(self, values: list[Any]) -> None:
         run_step(self.step, values)
+
+
+@dataclass(frozen=True)
+class _Direct:
+    """A step that is not recorded and is one call of an operator, whose results have to lie as `layouts` says."""
+
+    step: Step
+    run: Callable[[list[Any]], Any]
+    results: tuple[int | None, ...]
+    layouts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    recorder: Recorder
+
+    def __call__(self, values: list[Any]) -> None:
+        step = self.step
+        if not self.recorder.is_here:  # Inductor's code switches to the device
+            run_step(step, values)
+            return
+        made = self.run(values)
+        for place, part, (shape, stride) in zip(step.outputs, self.results, self.layouts, strict=True):
+            value = made if part is None else made[part]
+            assert_size_stride(value, shape, stride)
+            values[place] = value
+        for i in step.done:
+            values[i] = None

@@ -17,6 +17,8 @@ from dsv4_compile.runtime.program import Code, Program, Step
 from dsv4_compile.runtime.recorder import RecordingError, cuda_recorder
 from dsv4_compile.runtime.runner import Policy, Runner
 from tests.models import CSA, HCA, SLIDING, deepseek
+from tests.runtime.test_direct import SPLIT, Layers
+from tests.runtime.test_direct import WIDTH as LAYERS_WIDTH
 from tests.runtime.test_ragged import CAPACITY, ROWS, WIDTH, Decode, ragged
 from tests.runtime.test_runner import Aliases, Model, Plain, State
 
@@ -286,3 +288,32 @@ def test_generation_with_streams_inside_graphs() -> None:
     eager = model.generate(ids, **arguments)
     model.compile(backend="dsv4", options={"cudagraphs": "piecewise", "projections": "streams"})
     assert torch.equal(model.generate(ids, **arguments), eager)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_cut_operators_are_called_directly_and_their_results_read(dynamic: bool | None) -> None:
+    """Tensors at other addresses each time, some that lie otherwise than the recorded ones, the host far ahead."""
+    model = Layers().cuda()
+    run = compiled(model, split_ops=SPLIT, dynamic=dynamic)
+    held = []
+    for i in range(40):
+        x = torch.randn(5, LAYERS_WIDTH, device="cuda")
+        if i % 3 == 2:
+            x = torch.randn(LAYERS_WIDTH, 5, device="cuda").t()  # another graph of Dynamo's
+        if i == 10:
+            torch.cuda._sleep(100_000_000)
+        held.append((run(x), model(x), torch.empty(1 << (i % 12), device="cuda")))
+    for got, expected, _ in held:
+        close(got, expected)
+    assert sum(one.cudagraphs.replays for one in dsv4_compile.report().graphs) >= 36
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+def test_cut_operators_on_another_device() -> None:
+    model = Layers().to("cuda:1")
+    run = compiled(model, split_ops=SPLIT)
+    for i in range(6):
+        x = torch.randn(5, LAYERS_WIDTH, device="cuda:1")
+        with torch.cuda.device(i % 2):
+            close(run(x), model(x))
+    assert sum(one.cudagraphs.replays for one in dsv4_compile.report().graphs) >= 4
