@@ -10,7 +10,7 @@ import torch
 
 from dsv4_compile.kernels.driver import bindings, check
 
-__all__ = ["enqueue"]
+__all__ = ["configuration", "enqueue"]
 
 
 def enqueue(
@@ -37,12 +37,13 @@ def enqueue(
     torch.cuda.is_current_stream_capturing()  # makes the device's context current in a thread that has none yet
     buffer = ctypes.create_string_buffer(arguments, len(arguments))
     parameters = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
-    config = _config(device, blocks, threads, shared_bytes, cluster, stream)
+    config = configuration(device, blocks, threads, shared_bytes, cluster, stream)
     check(driver.cuLaunchKernelEx(config, function, ctypes.addressof(parameters), 0))
 
 
 @functools.lru_cache(maxsize=1024)
-def _config(device: int, blocks: int, threads: int, shared_bytes: int, cluster: int, stream: int) -> Any:
+def configuration(device: int, blocks: int, threads: int, shared_bytes: int, cluster: int, stream: int) -> Any:
+    """A `CUlaunchConfig`; see `enqueue`."""
     driver, _ = bindings()
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1

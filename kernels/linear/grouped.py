@@ -25,6 +25,9 @@ __all__ = ["Group", "choose", "composed", "fake", "known_as", "run", "run_as", "
 _KEEP = 4096
 """Lists of weights that are remembered."""
 
+_KEEP_CALLS = 64
+"""Layouts of an input that are remembered for a list of weights."""
+
 _address = torch.Tensor.data_ptr
 
 
@@ -40,6 +43,8 @@ class Group:
         self.aligned = all(map(skinny.is_aligned, weights))
         self.plans: dict[tuple[Any, ...], Plan] = {}
         """Plans that are chosen for good, by what the call adds."""
+        self.prepared: dict[tuple[Any, ...], skinny.Prepared | None] = {}
+        """Launches that are kept, by what the call adds; None where every call is put together anew."""
 
     def problem(
         self,
@@ -83,6 +88,12 @@ def run(
     group = _groups.get(addresses)
     if group is None or not group.same(*weights):
         group = _checked(addresses, x, weights, biases, streams)
+    call = (x.shape, x.stride(), x.dtype, max_tokens, pack, *streams, None, *wide)
+    ready = group.prepared.get(call)
+    if ready is not None and biases.count(None) == len(biases):
+        outputs = ready(x)
+        if outputs is not None:
+            return outputs
     rows = products.rows_of(x)
     tokens = rows.shape[0]
     without = [bias is None for bias in biases]
@@ -102,7 +113,24 @@ def run(
         group = _checked(addresses, x, weights, biases, streams)
         plan = _choose(group, key, x, rows, weights, biases, streams, max_tokens, pack, wide)
         operands = plan.operands(weights)
-    return run_plan(plan, operands, x, rows, weights, biases)
+    outputs = run_plan(plan, operands, x, rows, weights, biases)
+    if call not in group.prepared and all(without) and key in group.plans:
+        if len(group.prepared) >= _KEEP_CALLS:
+            group.prepared.clear()
+        group.prepared[call] = _prepared(plan, x, rows, weights, outputs)
+    return outputs
+
+
+def _prepared(
+    plan: Plan, x: Tensor, rows: Tensor, weights: Sequence[Tensor], outputs: Sequence[Tensor]
+) -> skinny.Prepared | None:
+    """The call that `plan` has just made, as a launch for the next ones like it."""
+    parts = strategies.one_launch(plan)
+    if parts is None:
+        return None
+    skinny_plan, members = parts
+    flat = [output.view(rows.shape[0], output.shape[-1]) for output in outputs]
+    return skinny.keep_launch(skinny_plan, x, rows, weights, flat, members)
 
 
 def run_as(

@@ -41,6 +41,7 @@ __all__ = [
     "execute",
     "fastest",
     "legal",
+    "one_launch",
     "plan_of",
 ]
 
@@ -53,8 +54,8 @@ MARGIN = 1.02
 Multiply = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 """`[N, M]` of rows `[N, K]`, transposed weight `[K, M]`, bias `[M]` and where to write it, as `products.multiply`."""
 
-Gather = Callable[..., None]
-"""Fills `[N, sum M_i]` from rows `[N, K]`, weights `[M_i, K]` and biases `[M_i]`, as `skinny.multiply`."""
+Gather = functools.partial[None]
+"""Fills `[N, sum M_i]` from rows `[N, K]`, weights `[M_i, K]` and biases `[M_i]`: `skinny.multiply` with its plan."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,7 @@ class Product:
     """One matrix product: the members whose weights it reads, and the columns it writes of their output.
 
     `base` is the member that the memory of a run begins with. `gathered`: the weights are read wherever they lie.
-    `parts` are output, start and stop of each member, where several outputs are written.
+    `places` are output, start and stop of each member, and `parts` the same where several outputs are written.
     """
 
     members: tuple[int, ...]
@@ -200,6 +201,7 @@ class Product:
     stop: int
     gathered: bool = False
     parts: tuple[tuple[int, int, int], ...] = ()
+    places: tuple[tuple[int, int, int], ...] = ()
 
 
 Operand = Tensor | list[Tensor]
@@ -294,7 +296,7 @@ def _product(
     stop = start + sum(stop - start for _, start, stop in own)
     gathered = strategy.gather is not None and skinny.takes(problem.dtypes[members[0]])
     several = len({output for output, _, _ in own}) > 1
-    return Product(members, base, output, start, stop, gathered, own if several else ())
+    return Product(members, base, output, start, stop, gathered, own if several else (), own)
 
 
 def _spread(problem: Problem, units: Iterable[tuple[int, ...]], by_owner: bool) -> list[list[tuple[int, ...]]]:
@@ -311,6 +313,18 @@ def _spread(problem: Problem, units: Iterable[tuple[int, ...]], by_owner: bool) 
         slots[slot].append(unit)
         load[slot] += problem.weight_bytes(unit)
     return slots
+
+
+def one_launch(plan: Plan) -> tuple[skinny.Plan, list[tuple[int, int, int]]] | None:
+    """Where one launch of the skinny product is all that `plan` does: its plan, and of each weight the output, and the
+    first and last column there. Else None."""
+    if plan.casts or len(plan.slots) != 1 or len(plan.slots[0]) != 1:
+        return None
+    (product,) = plan.slots[0]
+    gather = plan.strategy.gather
+    if not product.gathered or gather is None or product.members != tuple(range(len(product.members))):
+        return None
+    return gather.args[0], list(product.places)
 
 
 # ---------------------------------------------------------------------------------------------------------- execution
