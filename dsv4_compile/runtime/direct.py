@@ -14,6 +14,7 @@ count, it is that of the call that was recorded, which is checked.
 from __future__ import annotations
 
 import ast
+import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-__all__ = ["OperatorCall", "bound", "operator_call"]
+__all__ = ["OperatorCall", "call_text", "operator_call"]
 
 _CHECKS = {"args.clear", "assert_size_stride", "assert_alignment", "torch.cuda._DeviceGuard", "torch.cuda.set_device"}
 
@@ -92,13 +93,14 @@ def _does_nothing_else(source: str, target: torch._ops.OpOverload) -> bool:
     return len(bodies) == 1 and [name for name in called if name not in _CHECKS] == [f"torch.ops.{target}"]
 
 
-def bound(call: OperatorCall, places: Sequence[int]) -> Callable[[list[Any]], Any]:
-    """A function of the table of values that calls the operator.
+def call_text(call: OperatorCall, places: Sequence[int], name: Callable[[str, Any], str]) -> str:
+    """The call as an expression over the table `values`.
 
     Args:
         places: those of the piece's inputs in the table.
+        name: is given a name and what it is to stand for, and returns the name to write.
     """
-    constants: dict[str, Any] = {}
+    number = itertools.count()
 
     def text(value: Any) -> str:
         if isinstance(value, _Given):
@@ -106,12 +108,7 @@ def bound(call: OperatorCall, places: Sequence[int]) -> Callable[[list[Any]], An
         if isinstance(value, list | tuple):
             inside = ", ".join(map(text, value))
             return f"[{inside}]" if isinstance(value, list) else f"({inside},)" if value else "()"
-        name = f"constant_{len(constants)}"
-        constants[name] = value
-        return name
+        return name(f"constant_{next(number)}", value)
 
-    arguments = [text(value) for value in call.args] + [f"{name}={text(value)}" for name, value in call.kwargs.items()]
-    made: Callable[[list[Any]], Any] = eval(
-        f"lambda values: target({', '.join(arguments)})", {"target": call.target, **constants}
-    )
-    return made
+    arguments = [text(value) for value in call.args] + [f"{key}={text(value)}" for key, value in call.kwargs.items()]
+    return f"{name('operator', call.target)}({', '.join(arguments)})"

@@ -13,9 +13,10 @@ import torch
 
 from dsv4_compile.passes.capturability import Tokens
 from dsv4_compile.report import CudaGraphs
+from dsv4_compile.runtime.entries import Segment
 from dsv4_compile.runtime.program import Program, begin, run_steps
 from dsv4_compile.runtime.recorder import Recorder
-from dsv4_compile.runtime.tape import Segment, Tape, observe, record
+from dsv4_compile.runtime.tape import Tape, observe, record
 from dsv4_compile.verification import difference
 
 __all__ = ["Ahead", "Policy", "Runner", "plain"]
@@ -252,7 +253,7 @@ class Runner:
             if isinstance(entry, Segment) and not entry.off:
                 problem = _compare(entry, values, set(self.program.static))
                 if problem is not None:
-                    entry.off = True
+                    tape.turn_off(entry)
                     reason = f"its graph gave another result than its code: {problem}"
                     for step in entry.steps:
                         self.changed(step.name, "compiled", reason)

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._C._dynamo.guards import assert_size_stride
 
-from dsv4_compile.runtime.direct import bound
+from dsv4_compile.runtime.entries import Call, Direct, Entrance, Segment
 from dsv4_compile.runtime.program import Program, Step, finish, run_step
-from dsv4_compile.runtime.recorder import Inlets, Layout, Recorder, Recording, RecordingError, addresses
+from dsv4_compile.runtime.recorder import Inlets, Layout, Recorder, RecordingError, addresses
+from dsv4_compile.runtime.straight import straight
 
-__all__ = ["Entrance", "Observed", "Segment", "Tape", "observe", "record"]
+__all__ = ["Observed", "Tape", "observe", "record"]
 
 
 @dataclass
@@ -53,110 +53,6 @@ def observe(program: Program, values: list[Any]) -> tuple[list[Any], Observed]:
 
 
 @dataclass
-class Entrance:
-    """How inputs get to where a graph reads them: `inlets` copies contiguous ones as its first node.
-
-    Attributes:
-        fed: what it copies, as place, number of elements, and buffer.
-        copies: what is copied before, as place and buffer.
-    """
-
-    inlets: Inlets | None = None
-    fed: tuple[tuple[int, int, torch.Tensor], ...] = ()
-    copies: tuple[tuple[int, torch.Tensor], ...] = ()
-
-    def open(self, values: Sequence[Any]) -> list[torch.Tensor]:
-        """Names the sources of the next replay; returns what has to be kept until it is launched."""
-        kept: list[torch.Tensor] = []
-        for place, buffer in self.copies:
-            _fill(buffer, values[place])
-        if self.inlets is not None:
-            sources = []
-            for place, count, buffer in self.fed:
-                source = values[place]
-                if not source.is_contiguous() or source.numel() != count:
-                    source = _filled(buffer, source)
-                    kept.append(source)
-                sources.append(source.data_ptr())
-            self.inlets.point(sources)
-        return kept
-
-    def fill(self, values: Sequence[Any]) -> None:
-        """Copies now, for steps that run without the graph."""
-        for place, buffer in (*self.copies, *((place, buffer) for place, _, buffer in self.fed)):
-            _fill(buffer, values[place])
-
-
-@dataclass
-class Segment:
-    """A recorded run of steps.
-
-    Attributes:
-        made: what it leaves, as place and value; tensors are borrowed from the pool.
-        reads: what its steps read from elsewhere, by place, but for parameters.
-    """
-
-    steps: tuple[Step, ...]
-    recording: Recording
-    entrance: Entrance
-    made: tuple[tuple[int, Any], ...]
-    reads: dict[int, Any]
-    off: bool = False
-
-    def __call__(self, values: list[Any]) -> None:
-        """Replays it."""
-        if self.off:
-            self.entrance.fill(values)
-            self._run(values)
-        else:
-            kept = self.entrance.open(values)
-            self.recording.replay()
-            del kept
-        for place, value in self.made:
-            values[place] = value
-
-    def run(self, values: Sequence[Any]) -> dict[int, Any]:
-        """What the steps make of the same inputs, which `entrance` has copied, without the graph, by place."""
-        table = {**dict(enumerate(values)), **self.reads}
-        for step in self.steps:
-            outputs = step.code.run([table[i] for i in step.inputs])
-            table.update(zip(step.outputs, outputs, strict=True))
-        return {place: table[place] for place, _ in self.made}
-
-    def _run(self, values: Sequence[Any]) -> None:
-        # Segments behind this one have the addresses of its results in them.
-        fresh = self.run(values)
-        for place, value in self.made:
-            if isinstance(value, torch.Tensor):
-                value.copy_(fresh[place])
-
-
-def _fill(buffer: torch.Tensor, source: torch.Tensor) -> None:
-    buffer.copy_(source if source.shape == buffer.shape else _once(source, buffer))
-
-
-def _filled(buffer: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """The content of `source` in a new tensor that lies like `buffer`."""
-    made = torch.empty_like(buffer)
-    _fill(made, source)
-    return made
-
-
-def _once(source: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-    """`source` without the repetitions of axes along which it is expanded.
-
-    Raises:
-        ValueError: it is not expanded, as it was when the graph was recorded.
-    """
-    for axis, size in enumerate(buffer.shape):
-        if source.shape[axis] != size:
-            if source.stride(axis) != 0:
-                raise ValueError("An input that was expanded when its graph was recorded is not any more.")
-            source = source.narrow(axis, 0, 1)
-    return source
-
-
-@dataclass
 class Tape:
     """Everything that a call of this token count does, in order.
 
@@ -166,11 +62,13 @@ class Tape:
         failures: steps that could not be recorded, with the reason.
     """
 
+    recorder: Recorder
     entries: list[Callable[[list[Any]], None]] = field(default_factory=list)
     addresses: list[int | None] = field(default_factory=list)
     guarded: list[int] = field(default_factory=list)
     lent: frozenset[int] = frozenset()
     failures: list[tuple[tuple[Step, ...], str]] = field(default_factory=list)
+    _function: Callable[[list[Any]], list[Any]] | None = None
 
     @property
     def segments(self) -> list[Segment]:
@@ -184,9 +82,17 @@ class Tape:
 
     def play(self, program: Program, values: list[Any]) -> list[Any]:
         """One call; returns the results."""
-        for entry in self.entries:
-            entry(values)
-        return self.results(program, values)
+        if not self.recorder.is_here:
+            for entry in self.entries:
+                entry(values)
+            return self.results(program, values)
+        if self._function is None:
+            self._function = straight(program, self.entries, self.lent)
+        return self._function(values)
+
+    def turn_off(self, segment: Segment) -> None:
+        """Its graph is not replayed any more."""
+        segment.off, self._function = True, None
 
     def results(self, program: Program, values: list[Any]) -> list[Any]:
         """Those of a call whose entries have run; none of them lies in the pool."""
@@ -225,7 +131,7 @@ class _Taping:
         return last
 
     def tape(self) -> Tape:
-        tape = Tape()
+        tape = Tape(self.recorder)
         number = 0
         for capturable, group in itertools.groupby(self.program.steps, key=lambda step: not step.apart):
             steps = tuple(group)
@@ -247,10 +153,9 @@ class _Taping:
         """A step that is not recorded."""
         layouts = [self.seen.layouts.get(place) for place in step.outputs]
         if step.code.call is None or not step.is_fixed or None in layouts:
-            return _Call(step)
-        checked = tuple((one.shape, one.stride) for one in layouts if one is not None)
-        run = bound(step.code.call, step.inputs)
-        return _Direct(step, run, step.code.call.results, checked, self.recorder)
+            return Call(step)
+        known = tuple((one.shape, one.stride) for one in layouts if one is not None)
+        return Direct(step, step.code.call, known, self.recorder)
 
     def _lent(self, tape: Tape) -> Iterator[int]:
         """Results in the pool: made there, or views of what was."""
@@ -328,37 +233,3 @@ class _Taping:
 
     def _lasting(self, value: Any) -> Any:
         return self.recorder.borrowed(value) if isinstance(value, torch.Tensor) else value
-
-
-@dataclass(frozen=True)
-class _Call:
-    """A step that is not recorded."""
-
-    step: Step
-
-    def __call__(self, values: list[Any]) -> None:
-        run_step(self.step, values)
-
-
-@dataclass(frozen=True)
-class _Direct:
-    """A step that is not recorded and is one call of an operator, whose results have to lie as `layouts` says."""
-
-    step: Step
-    run: Callable[[list[Any]], Any]
-    results: tuple[int | None, ...]
-    layouts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
-    recorder: Recorder
-
-    def __call__(self, values: list[Any]) -> None:
-        step = self.step
-        if not self.recorder.is_here:  # Inductor's code switches to the device
-            run_step(step, values)
-            return
-        made = self.run(values)
-        for place, part, (shape, stride) in zip(step.outputs, self.results, self.layouts, strict=True):
-            value = made if part is None else made[part]
-            assert_size_stride(value, shape, stride)
-            values[place] = value
-        for i in step.done:
-            values[i] = None

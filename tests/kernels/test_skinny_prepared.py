@@ -123,6 +123,8 @@ def test_an_input_that_needs_more_is_left(launches: list[tuple[Any, bytes]], mon
     assert run(x) is None and not launches
     turned = torch.randn(5, 512, 2).to(BF16).transpose(1, 2)  # as a matrix it is a copy
     assert _prepared("whole", turned, weights, [torch.empty(10, 64, dtype=BF16)], parts) is None
+    by_columns = torch.randn(512, 5).to(BF16).t()
+    assert _prepared("whole", by_columns, weights, out, parts) is None
 
 
 def test_a_launch_that_fails_raises(launches: list[tuple[Any, bytes]], monkeypatch: pytest.MonkeyPatch) -> None:

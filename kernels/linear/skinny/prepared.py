@@ -18,7 +18,7 @@ from torch import Tensor
 from dsv4_compile.kernels.cuda.kept import COUNTERS
 from dsv4_compile.kernels.cuda.launch import configuration
 from dsv4_compile.kernels.driver import bindings
-from dsv4_compile.kernels.linear.skinny.arguments import ARGUMENTS, pack_arguments
+from dsv4_compile.kernels.linear.skinny.arguments import ARGUMENTS, is_aligned, pack_arguments
 from dsv4_compile.kernels.linear.skinny.plans import MOST_LINEARS, WARPS, Variant, tiles_of
 
 try:  # What Inductor's generated code allocates with: a third of the time of torch.empty.
@@ -120,7 +120,7 @@ def keep(
     Returns:
         None when a later call needs more than other addresses.
     """
-    if _empty_strided_cuda is None or rows.data_ptr() != x.data_ptr() or rows.data_ptr() % 16:
+    if _empty_strided_cuda is None or rows.data_ptr() != x.data_ptr() or not is_aligned(rows):
         return None
     views = [outputs[i][:, start:stop] for i, start, stop in parts]
     template = pack_arguments(rows, weights, [None] * len(weights), views, 0, 0)

@@ -1,0 +1,164 @@
+"""What a recorded call consists of: replays of graphs, and calls of what could not be recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._C._dynamo.guards import assert_size_stride
+
+from dsv4_compile.runtime.direct import OperatorCall, call_text
+from dsv4_compile.runtime.program import Step, run_step
+from dsv4_compile.runtime.recorder import Inlets, Recorder, Recording
+
+__all__ = ["Call", "Direct", "Entrance", "Segment", "fill", "filled"]
+
+
+@dataclass
+class Entrance:
+    """How inputs get to where a graph reads them: `inlets` copies contiguous ones as its first node.
+
+    Attributes:
+        fed: what it copies, as place, number of elements, and buffer.
+        copies: what is copied before, as place and buffer.
+    """
+
+    inlets: Inlets | None = None
+    fed: tuple[tuple[int, int, torch.Tensor], ...] = ()
+    copies: tuple[tuple[int, torch.Tensor], ...] = ()
+
+    def open(self, values: Sequence[Any]) -> list[torch.Tensor]:
+        """Names the sources of the next replay; returns what has to be kept until it is launched."""
+        kept: list[torch.Tensor] = []
+        for place, buffer in self.copies:
+            fill(buffer, values[place])
+        if self.inlets is not None:
+            sources = []
+            for place, count, buffer in self.fed:
+                source = values[place]
+                if not source.is_contiguous() or source.numel() != count:
+                    source = filled(buffer, source)
+                    kept.append(source)
+                sources.append(source.data_ptr())
+            self.inlets.point(sources)
+        return kept
+
+    def fill(self, values: Sequence[Any]) -> None:
+        """Copies now, for steps that run without the graph."""
+        for place, buffer in (*self.copies, *((place, buffer) for place, _, buffer in self.fed)):
+            fill(buffer, values[place])
+
+
+@dataclass
+class Segment:
+    """A recorded run of steps.
+
+    Attributes:
+        made: what it leaves, as place and value; tensors are borrowed from the pool.
+        reads: what its steps read from elsewhere, by place, but for parameters.
+    """
+
+    steps: tuple[Step, ...]
+    recording: Recording
+    entrance: Entrance
+    made: tuple[tuple[int, Any], ...]
+    reads: dict[int, Any]
+    off: bool = False
+
+    def __call__(self, values: list[Any]) -> None:
+        """Replays it."""
+        if self.off:
+            self.entrance.fill(values)
+            self._run(values)
+        else:
+            kept = self.entrance.open(values)
+            self.recording.replay()
+            del kept
+        for place, value in self.made:
+            values[place] = value
+
+    def run(self, values: Sequence[Any]) -> dict[int, Any]:
+        """What the steps make of the same inputs, which `entrance` has copied, without the graph, by place."""
+        table = {**dict(enumerate(values)), **self.reads}
+        for step in self.steps:
+            outputs = step.code.run([table[i] for i in step.inputs])
+            table.update(zip(step.outputs, outputs, strict=True))
+        return {place: table[place] for place, _ in self.made}
+
+    def _run(self, values: Sequence[Any]) -> None:
+        # Segments behind this one have the addresses of its results in them.
+        fresh = self.run(values)
+        for place, value in self.made:
+            if isinstance(value, torch.Tensor):
+                value.copy_(fresh[place])
+
+
+def fill(buffer: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies `source`, of which one repetition is enough where it was expanded when the graph was recorded."""
+    buffer.copy_(source if source.shape == buffer.shape else _once(source, buffer))
+
+
+def filled(buffer: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """The content of `source` in a new tensor that lies like `buffer`."""
+    made = torch.empty_like(buffer)
+    fill(made, source)
+    return made
+
+
+def _once(source: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+    """`source` without the repetitions of axes along which it is expanded.
+
+    Raises:
+        ValueError: it is not expanded, as it was when the graph was recorded.
+    """
+    for axis, size in enumerate(buffer.shape):
+        if source.shape[axis] != size:
+            if source.stride(axis) != 0:
+                raise ValueError("An input that was expanded when its graph was recorded is not any more.")
+            source = source.narrow(axis, 0, 1)
+    return source
+
+
+@dataclass(frozen=True)
+class Call:
+    """A step that is not recorded."""
+
+    step: Step
+
+    def __call__(self, values: list[Any]) -> None:
+        run_step(self.step, values)
+
+
+class Direct:
+    """A step that is not recorded and is one call of an operator, whose results have to lie as `layouts` says."""
+
+    def __init__(
+        self,
+        step: Step,
+        call: OperatorCall,
+        layouts: Sequence[tuple[tuple[int, ...], ...]],
+        recorder: Recorder,
+    ) -> None:
+        self.step, self.call, self.layouts, self.recorder = step, call, layouts, recorder
+        names: dict[str, Any] = {}
+
+        def name(text: str, value: Any) -> str:
+            names[text] = value
+            return text
+
+        self.run: Callable[[list[Any]], Any] = eval(f"lambda values: {call_text(call, step.inputs, name)}", names)
+
+    def __call__(self, values: list[Any]) -> None:
+        step = self.step
+        if not self.recorder.is_here:  # Inductor's code switches to the device
+            run_step(step, values)
+            return
+        made = self.run(values)
+        for place, part, (shape, stride) in zip(step.outputs, self.call.results, self.layouts, strict=True):
+            value = made if part is None else made[part]
+            assert_size_stride(value, shape, stride)
+            values[place] = value
+        for i in step.done:
+            values[i] = None
