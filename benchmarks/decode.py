@@ -149,7 +149,7 @@ def measure(arguments: argparse.Namespace) -> None:
     torch._dynamo.config.recompile_limit = 256
     generation = Generation(arguments)
     try:
-        first = generation.steps(arguments.first, arguments.limit)
+        first = generation.steps(arguments.first, arguments.until - time.time())
     except RuntimeError as error:
         if arguments.clones or arguments.column != "inductor-ro" or "overwritten" not in str(error):
             raise
@@ -166,7 +166,7 @@ def measure(arguments: argparse.Namespace) -> None:
         }
     )
     for _ in sys.stdin:
-        timed = generation.steps(arguments.steps, arguments.steps_limit or arguments.limit)
+        timed = generation.steps(arguments.steps, arguments.steps_limit)
         seconds = [s for s, _ in timed]
         median = statistics.median(seconds)
         slow = [s for s in seconds if s > 10 * median]
@@ -213,10 +213,16 @@ def environment() -> dict[str, str]:
 
 
 def launched(column: str, batch: int, arguments: argparse.Namespace, folder: str) -> Part:
-    """A cell, before it has compiled, with caches of its own."""
+    """A cell, before it has compiled, with caches of its own. It may start again, and the limit is that of both."""
     command = [sys.executable, __file__, "--column", column, "--batch", str(batch), "--steps", str(arguments.steps)]
-    command += ["--first", str(arguments.first), "--limit", str(arguments.limit), *["--tiny"] * arguments.tiny]
-    command += ["--steps-limit", str(arguments.steps_limit)] if arguments.steps_limit else []
+    command += [
+        "--first",
+        str(arguments.first),
+        "--until",
+        str(time.time() + arguments.limit),
+        *["--tiny"] * arguments.tiny,
+    ]
+    command += ["--steps-limit", str(arguments.steps_limit or arguments.limit)]
     name = f"decode-{batch}-{column}"
     own = {"TORCHINDUCTOR_CACHE_DIR": str(Path(folder, name)), "TRITON_CACHE_DIR": str(Path(folder, name, "triton"))}
     return Part(name, command, Path(arguments.out or folder, f"{name}.log"), own)
@@ -228,13 +234,14 @@ def main() -> None:
     parser.add_argument("--batch", default="1,32", help="comma-separated")
     parser.add_argument("--first", type=int, default=64, help="steps that compile, before what is measured")
     parser.add_argument("--steps", type=int, default=256)
-    parser.add_argument("--limit", type=float, default=3000, help="seconds after which a cell goes on with fewer steps")
-    parser.add_argument("--steps-limit", type=float, help="the same for the steps that are measured")
+    parser.add_argument("--limit", type=float, default=3000, help="seconds after which the first steps end")
+    parser.add_argument("--steps-limit", type=float, help="the same for those that are measured")
     parser.add_argument("--json", type=Path, help="file for the results; $OUT/decode.json when OUT is set")
     parser.add_argument("--out", type=Path, help="folder of the logs, one of each cell; none are kept without it")
     parser.add_argument("--tiny", action="store_true", help="a small model on the CPU, to see whether this runs")
     parser.add_argument("--column", choices=list(COLUMNS), help=argparse.SUPPRESS)
     parser.add_argument("--clones", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.column:
         measure(arguments)

@@ -150,6 +150,7 @@ class CudaRecorder:
                 self._abandon(graph)
                 if not isinstance(error, Exception):
                     raise
+                logger.debug("Recording failed", exc_info=True)
                 raise RecordingError(_sentence(error)) from error
         self._made.clear()
         if empty:
