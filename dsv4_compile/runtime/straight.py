@@ -128,5 +128,5 @@ class _Writer:
     def function(self) -> Callable[[list[Any]], list[Any]]:
         text = "def play(values):\n" + "".join(f"    {line}\n" for line in self.lines)
         exec(compile(text, "<dsv4 tape>", "exec"), self.names)
-        made: Callable[[list[Any]], list[Any]] = self.names["play"]
+        made: Callable[[list[Any]], list[Any]] = self.names.pop("play")  # or it would keep itself, and the graphs
         return made

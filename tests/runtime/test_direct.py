@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -348,6 +350,22 @@ def test_complex_inputs_are_copied_by_torch(recorder: FakeRecorder) -> None:
     for x in (torch.randn(3, dtype=torch.cfloat), torch.randn(3, dtype=torch.cfloat).conj()):
         torch.testing.assert_close(run([x])[0], 2 * x)
     assert recorder.pointed == 0 and run.report.replays == 1
+
+
+def test_graphs_go_with_their_runner(recorder: FakeRecorder) -> None:
+    """Without waiting for the garbage collector: they hold memory of the device."""
+    run = runner(1, recorder)
+    for _ in range(3):
+        run([torch.randn(3, 5)])
+    (recorded,) = run.tapes.values()
+    assert recorded is not None
+    segment = weakref.ref(recorded.segments[0])
+    gc.disable()
+    try:
+        del run, recorded
+        assert segment() is None
+    finally:
+        gc.enable()
 
 
 def test_no_elements_are_not_copied(recorder: FakeRecorder) -> None:
