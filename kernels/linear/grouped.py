@@ -130,7 +130,7 @@ def _prepared(
         return None
     skinny_plan, members = parts
     flat = [output.view(rows.shape[0], output.shape[-1]) for output in outputs]
-    return skinny.keep_launch(skinny_plan, x, rows, weights, flat, members)
+    return skinny.keep_launch(skinny_plan, skinny.Made(x, rows, weights, flat, members))
 
 
 def run_as(

@@ -1,9 +1,10 @@
-"""What every test of the kernels gets: families that have refused nothing yet and can warn again."""
+"""What tests of the kernels get: families that have refused nothing yet and can warn again, choices not yet made."""
 
 from collections.abc import Iterator
 
 import pytest
 
+from dsv4_compile.kernels.linear import skinny, tuning
 from dsv4_compile.kernels.mhc import families
 
 
@@ -12,3 +13,12 @@ def fresh_families() -> Iterator[None]:
     families.forget()
     yield
     families.forget()
+
+
+@pytest.fixture
+def fresh_choices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is known of any weights, and the skinny product has not failed."""
+    monkeypatch.setattr(skinny, "_broken", [])
+    tuning.forget()
+    yield
+    tuning.forget()

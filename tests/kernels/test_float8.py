@@ -31,12 +31,7 @@ REST, QUERY_AND_KEY = (1024, 1024, 256, 256, 64), (1024, 512)
 LOW = (Low(BF16, False, 0, False),) * 2
 
 
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(skinny, "_broken", [])
-    tuning.forget()
-    yield
-    tuning.forget()
+pytestmark = pytest.mark.usefixtures("fresh_choices")
 
 
 def problem(**changes: Any) -> Problem:

@@ -34,12 +34,7 @@ SKINNY = [name for name, strategy in STRATEGIES.items() if strategy.gather is no
 HOPPER = Card("NVIDIA H100 80GB HBM3", 132, 90)
 
 
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(skinny, "_broken", [])
-    tuning.forget()
-    yield
-    tuning.forget()
+pytestmark = pytest.mark.usefixtures("fresh_choices")
 
 
 def problem(**changes: Any) -> Problem:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -23,12 +23,7 @@ FEATURES = (70, 1, 33, 500)
 SKINNY = [name for name, strategy in STRATEGIES.items() if strategy.gather is not None]
 
 
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(skinny, "_broken", [])
-    tuning.forget()
-    yield
-    tuning.forget()
+pytestmark = pytest.mark.usefixtures("fresh_choices")
 
 
 # ----------------------------------------------------------------------------------------------------------- no device
@@ -61,7 +56,7 @@ def _prepared(
     features = tuple(weight.shape[0] for weight in weights if weight.shape[0])
     variant = fitted(PLANS[plan], "bf16", x[..., 0].numel(), features, x.shape[-1], 90, 132)
     assert variant is not None
-    return prepared.keep(variant, "function", x, x.reshape(-1, x.shape[-1]), weights, outputs, parts)
+    return prepared.keep(variant, "function", prepared.Made(x, x.reshape(-1, x.shape[-1]), weights, outputs, parts))
 
 
 @pytest.mark.parametrize("plan", ["whole", "pairs", "parts"])

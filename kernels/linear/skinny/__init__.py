@@ -63,7 +63,7 @@ from dsv4_compile.kernels.linear.skinny.plans import (
     Variant,
     fitted,
 )
-from dsv4_compile.kernels.linear.skinny.prepared import Prepared, keep
+from dsv4_compile.kernels.linear.skinny.prepared import Made, Prepared, keep
 
 if TYPE_CHECKING:
     from dsv4_compile.kernels.linear.strategies import Card, Problem
@@ -74,6 +74,7 @@ __all__ = [
     "PLANS",
     "SOURCE",
     "TYPES",
+    "Made",
     "Plan",
     "Prepared",
     "groups_of",
@@ -291,30 +292,15 @@ def _chosen(
     return _variant(plan, dtype, tokens, tuple(count for count in features if count), columns, card_of(index), low)
 
 
-def keep_launch(
-    plan: Plan,
-    x: Tensor,
-    rows: Tensor,
-    weights: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    parts: Sequence[tuple[int, int, int]],
-) -> Prepared | None:
-    """A call that `multiply` has made, without biases and float8 weights, as a launch for the next ones like it.
-
-    Args:
-        x: the input as it was given, and `rows` the same as a matrix.
-        outputs: contiguous.
-        parts: for each weight its output, and the first and last column there.
-    """
-    features = tuple(weight.shape[0] for weight in weights)
+def keep_launch(plan: Plan, call: Made) -> Prepared | None:
+    """A call that `multiply` has made, as a launch for the next ones like it; None where there is none."""
+    rows, features = call.rows, tuple(weight.shape[0] for weight in call.weights)
     if not rows.is_cuda or unavailable() is not None or not any(features) or not rows.shape[0]:
         return None
     index = rows.device.index
     variant = _chosen(plan, rows.dtype, rows.shape[0], features, rows.shape[1], index)
     function = None if variant is None else _kernel(variant, index)
-    if variant is None or function is None:
-        return None
-    return keep(variant, function, x, rows, weights, outputs, parts)
+    return None if variant is None or function is None else keep(variant, function, call)
 
 
 # -------------------------------------------------------------------------------------------------------- the kernel

@@ -26,7 +26,7 @@ try:  # What Inductor's generated code allocates with: a third of the time of to
 except ImportError:  # pragma: no cover
     _empty_strided_cuda = None
 
-__all__ = ["Prepared", "keep"]
+__all__ = ["Made", "Prepared", "keep"]
 
 # `struct Arguments` in words of eight bytes: seven for each weight, of which the third is the address of its output;
 # then the addresses of the input, its stride, the addresses of the workspace and of the counters.
@@ -100,36 +100,38 @@ class Prepared:
         return config
 
 
-def keep(
-    variant: Variant,
-    function: Any,
-    x: Tensor,
-    rows: Tensor,
-    weights: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    parts: Sequence[tuple[int, int, int]],
-) -> Prepared | None:
-    """The launch of a call that has been made, for the next ones like it.
+@dataclass(frozen=True)
+class Made:
+    """A call that has been made, without biases.
 
-    Args:
-        variant: the kernel that ran, and `function` its handle.
-        rows: `x` as a matrix, of the dtype of the weights.
-        outputs: `[N, M]`, what it made, contiguous.
-        parts: for each weight its output, and the first and last column there.
-
-    Returns:
-        None when a later call needs more than other addresses.
+    x: the input as it was given, and `rows` the same as a matrix, of the dtype of the weights. outputs: `[N, M]`,
+    contiguous. parts: for each weight its output, and the first and last column there.
     """
+
+    x: Tensor
+    rows: Tensor
+    weights: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+    parts: Sequence[tuple[int, int, int]]
+
+
+def keep(variant: Variant, function: Any, call: Made) -> Prepared | None:
+    """The launch of `call` for the next ones like it: of the kernel `variant`, whose handle is `function`.
+
+    None when a later call needs more than other addresses.
+    """
+    x, rows, weights, outputs = call.x, call.rows, call.weights, call.outputs
     if _empty_strided_cuda is None or rows.data_ptr() != x.data_ptr() or not is_aligned(rows):
         return None
-    views = [outputs[i][:, start:stop] for i, start, stop in parts]
+    views = [outputs[i][:, start:stop] for i, start, stop in call.parts]
     template = pack_arguments(rows, weights, [None] * len(weights), views, 0, 0)
     groups = variant.groups(tiles_of([weight.shape[0] for weight in weights]))
     words: list[list[tuple[int, int]]] = [[] for _ in outputs]
     having_rows = [i for i, weight in enumerate(weights) if weight.shape[0]]
     for position, i in enumerate(having_rows):
-        output = outputs[parts[i][0]]
-        words[parts[i][0]].append((position * OF_A_WEIGHT + OUTPUT, views[i].data_ptr() - output.data_ptr()))
+        output = call.parts[i][0]
+        offset = views[i].data_ptr() - outputs[output].data_ptr()
+        words[output].append((position * OF_A_WEIGHT + OUTPUT, offset))
     lead = x.shape[:-1]
     made = [
         _Output((*lead, output.shape[1]), output.view(*lead, output.shape[1]).stride(), output.dtype, tuple(of_output))
