@@ -148,6 +148,7 @@ class FakeRecorder:
         self.recorded: list[int] = []
         self.fail: Callable[[int], str | None] = lambda number: None
         self.available = True
+        self.device = torch.device("cpu")
         self.is_here, self.is_busy = True, False
         self.feeds = True
         self.pointed = 0

@@ -13,7 +13,7 @@ from dsv4_compile.runtime.direct import OperatorCall, call_text
 from dsv4_compile.runtime.program import Step, run_step
 from dsv4_compile.runtime.recorder import Inlets, Recorder, Recording
 
-__all__ = ["Call", "Direct", "Entrance", "Segment", "fill", "filled"]
+__all__ = ["Call", "Direct", "Entrance", "Segment", "fill", "filled", "is_like"]
 
 
 @dataclass
@@ -21,12 +21,12 @@ class Entrance:
     """How inputs get to where a graph reads them: `inlets` copies contiguous ones as its first node.
 
     Attributes:
-        fed: what it copies, as place, number of elements, and buffer.
+        fed: what it copies, as place and buffer.
         copies: what is copied before, as place and buffer.
     """
 
     inlets: Inlets | None = None
-    fed: tuple[tuple[int, int, torch.Tensor], ...] = ()
+    fed: tuple[tuple[int, torch.Tensor], ...] = ()
     copies: tuple[tuple[int, torch.Tensor], ...] = ()
 
     def open(self, values: Sequence[Any]) -> list[torch.Tensor]:
@@ -36,9 +36,9 @@ class Entrance:
             fill(buffer, values[place])
         if self.inlets is not None:
             sources = []
-            for place, count, buffer in self.fed:
+            for place, buffer in self.fed:
                 source = values[place]
-                if not source.is_contiguous() or source.numel() != count:
+                if not is_like(source, buffer):
                     source = filled(buffer, source)
                     kept.append(source)
                 sources.append(source.data_ptr())
@@ -47,7 +47,7 @@ class Entrance:
 
     def fill(self, values: Sequence[Any]) -> None:
         """Copies now, for steps that run without the graph."""
-        for place, buffer in (*self.copies, *((place, buffer) for place, _, buffer in self.fed)):
+        for place, buffer in (*self.copies, *self.fed):
             fill(buffer, values[place])
 
 
@@ -92,7 +92,19 @@ class Segment:
         fresh = self.run(values)
         for place, value in self.made:
             if isinstance(value, torch.Tensor):
-                value.copy_(fresh[place])
+                once = _without_repetitions(value)
+                once.copy_(_once(fresh[place], once))
+
+
+def is_like(source: torch.Tensor, buffer: torch.Tensor) -> bool:
+    """Whether the bytes of `source` are what `buffer`, which is contiguous, is to hold."""
+    return (
+        source.shape == buffer.shape
+        and source.dtype is buffer.dtype
+        and source.is_contiguous()
+        and source.get_device() == buffer.get_device()
+        and not source.is_neg()
+    )
 
 
 def fill(buffer: torch.Tensor, source: torch.Tensor) -> None:
@@ -105,6 +117,14 @@ def filled(buffer: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     made = torch.empty_like(buffer)
     fill(made, source)
     return made
+
+
+def _without_repetitions(tensor: torch.Tensor) -> torch.Tensor:
+    """One repetition of axes along which `tensor` is expanded."""
+    for axis, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[axis] > 1:
+            tensor = tensor.narrow(axis, 0, 1)
+    return tensor
 
 
 def _once(source: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
@@ -132,7 +152,8 @@ class Call:
 
 
 class Direct:
-    """A step that is not recorded and is one call of an operator, whose results have to lie as `layouts` says."""
+    """A step that is not recorded and is one call of an operator. In the call that was recorded its results lay as
+    `layouts` says."""
 
     def __init__(
         self,
@@ -158,7 +179,8 @@ class Direct:
         made = self.run(values)
         for place, part, (shape, stride) in zip(step.outputs, self.call.results, self.layouts, strict=True):
             value = made if part is None else made[part]
-            assert_size_stride(value, shape, stride)
+            if self.call.checked:
+                assert_size_stride(value, shape, stride)
             values[place] = value
         for i in step.done:
             values[i] = None

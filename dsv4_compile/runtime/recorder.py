@@ -80,6 +80,8 @@ class Inlets(Protocol):
 class Recorder(Protocol):
     """What records and replays; `CudaRecorder` does, tests have one of their own."""
 
+    device: torch.device
+    """Of the graphs."""
     lock: threading.RLock
     """Held while a graph is recorded or replayed."""
     is_busy: bool
@@ -115,6 +117,7 @@ class CudaRecorder:
 
     def __init__(self, index: int):
         self.index = index
+        self.device = torch.device("cuda", index)
         self.lock = threading.RLock()
         self.stream = torch.cuda.Stream(index)
         self.is_here = self.is_busy = False
@@ -168,14 +171,19 @@ class CudaRecorder:
         return executable
 
     def _replay(self, graph: torch.cuda.CUDAGraph, executable: Any) -> Callable[[], None]:
-        """As `graph.replay`, which looks up the device, the stream and the random numbers that a graph has drawn; here
-        `enter` has found the first two, and random numbers are never recorded."""
+        """As `graph.replay`, which looks up the device, the stream and the random numbers that the graph draws; here
+        `enter` has found the first two, and the first replay shows whether there are any of the third."""
         driver, _ = bindings()
         launch = driver.cuGraphLaunch
+        draws: bool | None = None
 
         def replay() -> None:
-            if not self.is_here:
+            nonlocal draws
+            if draws is not False or not self.is_here:
+                generator = torch.cuda.default_generators[self.index]
+                before = generator.get_offset()
                 graph.replay()
+                draws = generator.get_offset() != before
                 return
             (status,) = launch(executable, self._stream)
             if status:

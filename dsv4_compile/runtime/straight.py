@@ -3,7 +3,7 @@
     values[7] = value = operator_3(values[5], values[1])
     values[5] = None
     source = values[7]
-    if not (source.is_contiguous() and source.numel() == 512): source = filled(buffer_4, source)
+    if not is_like(source, buffer_4): source = filled(buffer_4, source)   (without the call of `is_like`)
     addresses = [source.data_ptr()]
     if addresses != inlets_4.sources: inlets_4.point(addresses)
     replay_4()
@@ -60,7 +60,7 @@ def _needing_a_check(program: Program, entries: Sequence[Entry]) -> set[int]:
     copied: set[tuple[str, int]] = set()
     for entry in entries:
         if isinstance(entry, Segment) and not entry.off:
-            copied |= {(step.name, place) for step in entry.steps for place, *_ in entry.entrance.fed}
+            copied |= {(step.name, place) for step in entry.steps for place, _ in entry.entrance.fed}
     readers = {(step.name, place) for step in program.steps for place in step.inputs}
     return {place for _, place in readers - copied} | {place for place, _ in program.results if place is not None}
 
@@ -83,12 +83,16 @@ class _Writer:
         for place, buffer in entrance.copies:
             self.add(f"fill({self.name(f'buffer_{number}_{place}', buffer)}, values[{place}])")
         addresses = []
-        for i, (place, count, buffer) in enumerate(entrance.fed):
-            into = self.name(f"buffer_{number}_{place}", buffer)
+        for i, (place, buffer) in enumerate(entrance.fed):
+            source, into = f"source_{i}", self.name(f"buffer_{number}_{place}", buffer)
+            shape = self.name(f"shape_{number}_{place}", buffer.shape)
+            dtype = self.name(f"dtype_{number}_{place}", buffer.dtype)
             self.add(
-                f"source_{i} = values[{place}]",
-                f"if not (source_{i}.is_contiguous() and source_{i}.numel() == {count}):",
-                f"    source_{i} = filled({into}, source_{i})",
+                f"{source} = values[{place}]",
+                # `is_like`
+                f"if not ({source}.shape == {shape} and {source}.dtype is {dtype} and {source}.is_contiguous()"
+                f" and {source}.get_device() == {buffer.get_device()} and not {source}.is_neg()):",
+                f"    {source} = filled({into}, {source})",
             )
             addresses.append(f"source_{i}.data_ptr()")
         if addresses:
@@ -102,7 +106,7 @@ class _Writer:
         for place, value in segment.made:
             self.add(f"values[{place}] = {self.name(f'made_{number}_{place}', value)}")
         done = {place for step in segment.steps for place in step.done}
-        read = [place for place, _, _ in entrance.fed] + [place for place, _ in entrance.copies]
+        read = [place for place, _ in (*entrance.fed, *entrance.copies)]
         self.drop([place for place in read if place in done], len(addresses))
 
     def direct(self, number: int, entry: Direct, checked: set[int]) -> None:
@@ -114,7 +118,7 @@ class _Writer:
         for place, part, (shape, stride) in zip(step.outputs, entry.call.results, entry.layouts, strict=True):
             if not single:
                 self.add(f"values[{place}] = value = made" + ("" if part is None else f"[{part}]"))
-            if place in checked:
+            if place in checked and entry.call.checked:
                 self.add(f"check(value, {shape!r}, {stride!r})")
         self.add("made = value = None" if not single else "value = None")
         self.drop(step.done)

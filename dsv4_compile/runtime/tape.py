@@ -152,10 +152,11 @@ class _Taping:
     def _called(self, step: Step) -> Callable[[list[Any]], None]:
         """A step that is not recorded."""
         layouts = [self.seen.layouts.get(place) for place in step.outputs]
-        if step.code.call is None or not step.is_fixed or None in layouts:
+        call = step.code.call
+        if call is None or not step.is_fixed or None in layouts or call.device != self.recorder.device:
             return Call(step)
         known = tuple((one.shape, one.stride) for one in layouts if one is not None)
-        return Direct(step, step.code.call, known, self.recorder)
+        return Direct(step, call, known, self.recorder)
 
     def _lent(self, tape: Tape) -> Iterator[int]:
         """Results in the pool: made there, or views of what was."""
@@ -202,7 +203,7 @@ class _Taping:
             fed.clear()
         entrance = Entrance(
             inlets,
-            tuple((place, buffer.numel(), self.recorder.borrowed(buffer)) for place, buffer in fed.items()),
+            tuple((place, self.recorder.borrowed(buffer)) for place, buffer in fed.items()),
             tuple((place, self.recorder.borrowed(buffer)) for place, buffer in copies.items() if place not in fed),
         )
         return Segment(

@@ -51,6 +51,7 @@ class Inlets:
         self._buffer = ctypes.create_string_buffer(packed(self.sources, self._targets, self._sizes), COPIES.size)
         self._beginning = struct.Struct(f"={len(targets)}q")  # the sources
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._buffer))
+        self._index = -1
         self._node: Any = None
         self._graph: Any = None
         self._parameters: Any = None
@@ -61,6 +62,7 @@ class Inlets:
         `prepare` has to have been called.
         """
         driver, _ = bindings()
+        self._index = index
         stream = torch._C._cuda_getCurrentRawStream(index)
         blocks = min(MOST_BLOCKS, max(1, -(-max(self._sizes) // BYTES_OF_A_BLOCK)))
         function = prepare(index)
@@ -83,7 +85,8 @@ class Inlets:
         if sources != self.sources:
             driver, _ = bindings()
             self._beginning.pack_into(self._buffer, 0, *sources)
-            check(driver.cuGraphExecKernelNodeSetParams(self._graph, self._node, self._parameters))
+            with torch.cuda.device(self._index):
+                check(driver.cuGraphExecKernelNodeSetParams(self._graph, self._node, self._parameters))
             self.sources = sources
 
 

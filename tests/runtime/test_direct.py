@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
+import math
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -11,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dsv4_compile
 from dsv4_compile import assembly
 from dsv4_compile.report import CudaGraphs
 from dsv4_compile.runtime import straight
-from dsv4_compile.runtime.direct import call_text, operator_call
+from dsv4_compile.runtime.direct import OperatorCall, call_text, operator_call
 from dsv4_compile.runtime.program import Code, Program, Step
 from dsv4_compile.runtime.recorder import Recording
 from dsv4_compile.runtime.runner import Policy, Runner
@@ -120,13 +123,13 @@ def test_a_cut_operator_is_called_with_the_same_arguments(
     assert replays >= 3 and direct == replays * ["direct.attend.default", "direct.pair.default"]
 
 
-def _extract(graph_of: Any, source: str | None = None) -> Any:
+def _extract(graph_of: Any, source: str | None = None, device: str = "cpu") -> OperatorCall | None:
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
-    x.meta["val"] = torch.empty(3, 4)
     outputs = graph_of(graph, x)
-    for node in graph.nodes:
-        node.meta.setdefault("val", torch.empty(3, 4))
+    with FakeTensorMode():
+        for node in graph.nodes:
+            node.meta["val"] = torch.empty(3, 4, device=device)
     graph.output(outputs)
     return operator_call(graph, source)
 
@@ -145,6 +148,8 @@ def test_what_is_more_than_one_call_keeps_its_code() -> None:
     assert _extract(lambda g, x: (g.call_function(torch.ops.aten.t.default, (x,)),)) is None  # a view
     assert _extract(lambda g, x: (g.call_function(operators.attend.default, (x, 2.0)), x)) is None
     assert _extract(lambda g, x: (g.call_function(torch.sin, (x,)),)) is None
+    no_name = {"from": "x"}
+    assert _extract(lambda g, x: (g.call_function(operators.attend.default, (x, 2.0), no_name),)) is None
 
 
 CODE = """
@@ -155,27 +160,60 @@ class Runner:
         assert_size_stride(input_0, (3, 4), (4, 1))
         with torch.cuda._DeviceGuard(0):
             torch.cuda.set_device(0)
-            buf0 = torch.ops.direct.attend.default(input_0, 2.0)
-            assert_size_stride(buf0, (3, 4), (4, 1), 'torch.ops.direct.attend.default')
-        return (buf0, )
+            buf0 = torch.ops.direct.attend.default(input_0, 2.0, name='of inductor')
+            del input_0
+            buf1 = buf0
+            assert_size_stride(buf1, (3, 4), (4, 1), 'torch.ops.direct.attend.default')
+            assert_alignment(buf1, 16, 'torch.ops.direct.attend.default')
+        return (buf1, )
 """
+CALL = "torch.ops.direct.attend.default(input_0, 2.0, name='of inductor')"
+
+
+def _read(code: str, device: str = "cuda:0") -> OperatorCall | None:
+    return _extract(lambda g, x: (g.call_function(torch.ops.direct.attend.default, (x, 0.5)),), code, device)
 
 
 @pytest.mark.parametrize(
-    ("code", "wanted"),
+    "code",
     [
-        (CODE, True),
-        (CODE.replace("attend.default(input_0", "attend.default(reinterpret_tensor(input_0, (4, 3), (1, 4))"), False),
-        (CODE.replace("return", "triton_poi_fused_add_0.run(buf0, 12, stream=0)\n        return"), False),
-        (CODE.replace("direct.attend", "direct.other"), False),
-        (CODE.replace("buf0 = ", "buf0 = torch.ops.direct.attend.default(input_0, 2.0)\n            buf0 = "), False),
-        ("def call(args): (", False),
-        ("", False),
+        CODE.replace("default(input_0,", "default(reinterpret_tensor(input_0, (4, 3), (1, 4)),"),
+        CODE.replace("return", "triton_poi_fused_add_0.run(buf0, 12, stream=0)\n        return"),
+        CODE.replace("direct.attend", "direct.other"),
+        CODE.replace("buf1 = buf0", f"buf1 = {CALL}"),
+        CODE.replace("buf1 = buf0", "buf1 = buf0[0]"),  # not the result that the graph has
+        CODE.replace("buf1 = buf0", "buf1 = buf0.t()"),
+        CODE.replace("buf1 = buf0", "buf1 = other"),
+        CODE.replace("return (buf1, )", "return (input_0, )"),
+        CODE.replace("return (buf1, )", "return (buf1, buf1, )"),
+        CODE.replace("Guard(0)", "Guard(1)"),
+        CODE.replace("set_device(0)", "set_device(1)"),
+        CODE.replace("_DeviceGuard", "_Stream"),
+        CODE.replace(CALL, "torch.ops.direct.attend.default(something, 2.0)"),
+        CODE.replace("args.clear()", "if args: args.clear()"),
+        CODE.replace("    def call", "    def call(self, args): pass\n    def call"),
+        "def call(args): (",
+        "",
     ],
 )
-def test_inductors_code_must_do_nothing_else(code: str, wanted: bool) -> None:
-    found = _extract(lambda g, x: (g.call_function(torch.ops.direct.attend.default, (x, 2.0)),), code)
-    assert (found is not None) == wanted
+def test_inductors_code_must_do_nothing_else(code: str) -> None:
+    assert code != CODE and _read(code) is None
+
+
+def test_the_call_is_the_one_that_inductor_wrote() -> None:
+    """A pass of the user may have changed it, which a warm cache does not show in the graph."""
+    found = _read(CODE)
+    assert found is not None and (found.args[1], dict(found.kwargs), found.results) == (
+        2.0,
+        {"name": "of inductor"},
+        (None,),
+    )
+    assert found.checked and found.device == torch.device("cuda:0")
+    unchecked = _read(CODE.replace("assert_size_stride(buf1", "assert_alignment(buf1"))
+    assert unchecked is not None and not unchecked.checked
+    assert _read(CODE, "cuda:1") is None
+    infinite = _read(CODE.replace("2.0", "-inf"))
+    assert infinite is not None and infinite.args[1] == -math.inf
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -227,20 +265,73 @@ class Liar(nn.Module):
         return (y, h) if self.is_read else y
 
 
+@pytest.mark.parametrize("checked", [False, True])
 @pytest.mark.parametrize("is_read", [False, True])
-def test_a_result_that_lies_otherwise_than_recorded(recorder: FakeRecorder, direct: list[str], is_read: bool) -> None:
-    """A copy into a graph looks how it lies; for anybody else it is an error."""
+def test_a_result_that_lies_otherwise_than_recorded(
+    recorder: FakeRecorder, direct: list[str], monkeypatch: pytest.MonkeyPatch, is_read: bool, checked: bool
+) -> None:
+    """A copy into a graph looks how it lies; for anybody else it is an error, if it is one in the code."""
+    real = assembly.operator_call
+    monkeypatch.setattr(
+        assembly, "operator_call", lambda *a: (call := real(*a)) and dataclasses.replace(call, checked=checked)
+    )
     model = Liar(is_read)
     run = compiled(model)
     x = torch.randn(4, WIDTH)
     run(x)
     run(x)
-    if is_read:
+    if is_read and checked:
         with pytest.raises(AssertionError, match="expected size"):
             run(x)
     else:
         torch.testing.assert_close(run(x), model(x))
     assert direct == 2 * ["direct.lies.default"] and not recorder.is_busy
+
+
+@pytest.mark.parametrize("what", ["dtype", "shape", "negative"])
+def test_a_result_that_is_something_else_is_not_taken_for_its_bytes(recorder: FakeRecorder, what: str) -> None:
+    def other(given: list[Any]) -> list[Tensor]:
+        (x,) = given
+        given.clear()
+        seen.append(x)
+        if len(seen) < 3:
+            return [x * 1.0]
+        if what == "dtype":
+            return [x.double()]
+        return [torch._neg_view(-x) if what == "negative" else (x * 1.0).t().contiguous()]
+
+    seen: list[Tensor] = []
+    steps = (
+        Step("piece_0", Code(other), (0,), (1,), (0,), "apart"),
+        Step("piece_1", Code(lambda given: [given.pop() * 2 + 1]), (1,), (2,), (1,)),
+    )
+    run = Runner(Program(steps, 3, (), (), ((2, None),)), recorder, Policy(), CudaGraphs())
+    for _ in range(2):
+        x = torch.randn(3, 5)
+        torch.testing.assert_close(run([x])[0], 2 * x + 1)
+    if what == "shape":
+        with pytest.raises((ValueError, RuntimeError)):
+            run([x])
+    else:
+        torch.testing.assert_close(run([x])[0], 2 * x + 1)
+    assert not recorder.is_busy
+
+
+def test_a_graph_that_is_turned_off_may_leave_an_expanded_value(recorder: FakeRecorder) -> None:
+    def expands(given: list[Any]) -> list[Tensor]:
+        return [(given.pop()[:1] * 2).expand(3, 5)]
+
+    steps = (
+        Step("piece_0", Code(expands), (0,), (1,), (0,)),
+        Step("piece_1", Code(lambda given: [given.pop() + 1.0]), (1,), (2,), (1,), "apart"),
+    )
+    run = Runner(Program(steps, 3, (), (), ((2, None),)), recorder, Policy(), CudaGraphs())
+    for turn in range(4):
+        x = torch.randn(3, 5)
+        torch.testing.assert_close(run([x])[0], (2 * x[:1] + 1).expand(3, 5))
+        (recorded,) = run.tapes.values()
+        if turn == 1 and recorded is not None:
+            recorded.turn_off(recorded.segments[0])
 
 
 def test_what_is_compared_is_checked_as_well(recorder: FakeRecorder) -> None:

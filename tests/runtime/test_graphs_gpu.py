@@ -308,6 +308,27 @@ def test_cut_operators_are_called_directly_and_their_results_read(dynamic: bool 
     assert sum(one.cudagraphs.replays for one in dsv4_compile.report().graphs) >= 36
 
 
+def test_random_numbers_of_an_operator_that_does_not_say_so_differ() -> None:
+    """Nothing in its schema keeps it out of a graph."""
+
+    @torch.library.custom_op("graphs::noise", mutates_args=())
+    def noise(x: Tensor) -> Tensor:
+        return x + torch.rand_like(x)
+
+    noise.register_fake(torch.empty_like)
+
+    class Noisy(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.ops.graphs.noise(x.sin() * 2).cos() * 3
+
+    run = compiled(Noisy(), cudagraphs="full")
+    x = torch.randn(5, 16, device="cuda")
+    results = [run(x) for _ in range(6)]
+    assert graph().cudagraphs.replays == 5
+    for i, one in enumerate(results):
+        assert not any(torch.equal(one, other) for other in results[:i])
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
 def test_cut_operators_on_another_device() -> None:
     model = Layers().to("cuda:1")
