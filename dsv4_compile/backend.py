@@ -232,7 +232,8 @@ def _assembler(
     """One that writes into the report of the graph."""
     divides = options.branches and branching.refusal(options, cuts(mode), device) is None
     strict = options.strict and options.cudagraphs in CAPTURING
-    policy = Policy(options.capture_sizes, options.capture_memory, options.verify, strict=strict)
+    whole = options.cudagraphs == "full"
+    policy = Policy(options.capture_sizes, options.capture_memory, options.verify, strict=strict, whole=whole)
     return Assembler(
         mode=mode,
         policy=policy,

@@ -27,6 +27,8 @@ aten = torch.ops.aten
 # Products and the position of their activation among the arguments.
 _PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1, aten._scaled_mm.default: 0, aten.embedding.default: 1}
 _COLLECTIVES = ("_c10d_functional", "c10d_functional", "c10d", "symm_mem")
+# Operators of others that ask the host inside, which no tag says: experts of transformers that are not bfloat16.
+_WAITING = ("transformers::grouped_mm_fallback",)
 
 
 @dataclass(frozen=True)
@@ -157,9 +159,11 @@ def _name(node: Node) -> str:
 
 def _asks_the_host(node: Node) -> str | None:
     # An index that is a mask makes a size that depends on data; graphs with such sizes are not cut at all.
-    return (
-        "the host waits for its result" if torch.Tag.data_dependent_output in getattr(node.target, "tags", ()) else None
-    )
+    if torch.Tag.data_dependent_output in getattr(node.target, "tags", ()):
+        return "the host waits for its result"
+    if _name(node) in _WAITING and any(value.device.type != "cpu" for value in _tensors(node)):
+        return "the host waits for one of its inputs"
+    return None
 
 
 def _of_the_process(node: Node) -> str | None:
@@ -170,12 +174,14 @@ def _of_the_process(node: Node) -> str | None:
     return None
 
 
+def _tensors(node: Node) -> list[torch.Tensor]:
+    """The results and the inputs of `node`."""
+    values = (value for one in (node, *node.all_input_nodes) for value in tree_leaves(one.meta.get("val")))
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
 def _elsewhere(node: Node, device: torch.device) -> str | None:
-    for one in (node, *node.all_input_nodes):
-        for value in tree_leaves(one.meta.get("val")):
-            if isinstance(value, torch.Tensor) and value.device != device:
-                return f"it has a tensor on {value.device}"
-    return None
+    return next((f"it has a tensor on {value.device}" for value in _tensors(node) if value.device != device), None)
 
 
 def _writes(node: Node, static: Collection[Node]) -> str | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dsv4_compile.runtime.recorder import Recording, RecordingError
+from dsv4_compile.runtime.recorder import NothingLaunchedError, Recording, RecordingError
 
 ALIGNMENT = 64
 _ALLOCATING = ("aten::empty", "aten::empty_strided", "aten::new_empty", "aten::empty_like")
@@ -150,6 +150,7 @@ class FakeRecorder:
         self.available = True
         self.device = torch.device("cpu")
         self.is_here, self.is_busy = True, False
+        self.is_recording = False
         self.feeds = True
         self.pointed = 0
         """How often a copy got another source."""
@@ -162,15 +163,17 @@ class FakeRecorder:
             raise RecordingError(reason)
         before = self.arena.peak
         with _Taker(self.arena) as taker:
-            self._taker = taker
+            self._taker, self.is_recording = taker, True
             try:
                 body()
             except RecordingError:
                 raise
             except Exception as error:
                 raise RecordingError(f"it cannot be captured ({error})") from error
+            finally:
+                self.is_recording = False
         if all(func is Inlets.copy for func, *_ in taker.launches):
-            raise RecordingError("it launches nothing, so a graph of it would do nothing")
+            raise NothingLaunchedError
         self.recorded[number] = len(taker.launches)
 
         def replay() -> None:

@@ -22,13 +22,30 @@ from dsv4_compile.kernels.cuda import inlets
 from dsv4_compile.kernels.cuda.kept import PER_THREAD_STREAM
 from dsv4_compile.kernels.driver import bindings, check
 
-__all__ = ["CudaRecorder", "Inlets", "Layout", "Recorder", "Recording", "RecordingError", "addresses", "recorder_of"]
+__all__ = [
+    "CudaRecorder",
+    "Inlets",
+    "Layout",
+    "NothingLaunchedError",
+    "Recorder",
+    "Recording",
+    "RecordingError",
+    "addresses",
+    "recorder_of",
+]
 
 logger = logging.getLogger("dsv4_compile")
 
 
 class RecordingError(RuntimeError):
     """Nothing was recorded; the message says why."""
+
+
+class NothingLaunchedError(RecordingError):
+    """A graph of it would do nothing."""
+
+    def __init__(self) -> None:
+        super().__init__("it launches nothing, so a graph of it would do nothing")
 
 
 @dataclass(frozen=True)
@@ -157,7 +174,7 @@ class CudaRecorder:
                 raise RecordingError(_sentence(error)) from error
         self._made.clear()
         if empty:
-            raise RecordingError("it launches nothing, so a graph of it would do nothing")
+            raise NothingLaunchedError
         self._alive += 1
         weakref.finalize(graph, self._gone)
         replay = self._replay(graph, executable)

@@ -49,6 +49,7 @@ class Policy:
         verify: replays of a token count that are compared with the same pieces run one by one. So many calls of the
             graph go by before anything is recorded, because those are compared as a whole, on copies of the inputs.
         strict: raise where something is not recorded or differs.
+        whole: a call is one graph or none.
         ahead: how the `sizes` are called before the first call, or why they are not.
     """
 
@@ -56,6 +57,7 @@ class Policy:
     budget: int | None = None
     verify: int = 0
     strict: bool = False
+    whole: bool = False
     ahead: Ahead | str = "none were asked for"
 
     def takes(self, tokens: Tokens) -> bool:
@@ -175,7 +177,7 @@ class Runner:
         table = list(values)
         results, seen = observe(self.program, values)
         with self.recorder.session():
-            tape = record(self.program, table, seen, self.recorder)
+            tape = record(self.program, table, seen, self.recorder, self.policy.whole)
         count = self.program.count(key)
         for steps, reason in tape.failures:
             for step in steps:

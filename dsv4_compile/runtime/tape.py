@@ -19,7 +19,14 @@ import torch
 
 from dsv4_compile.runtime.entries import Call, Direct, Entrance, Segment
 from dsv4_compile.runtime.program import Program, Step, finish, run_step
-from dsv4_compile.runtime.recorder import Inlets, Layout, Recorder, RecordingError, addresses
+from dsv4_compile.runtime.recorder import (
+    Inlets,
+    Layout,
+    NothingLaunchedError,
+    Recorder,
+    RecordingError,
+    addresses,
+)
 from dsv4_compile.runtime.straight import straight
 
 __all__ = ["Observed", "Tape", "observe", "record"]
@@ -101,18 +108,21 @@ class Tape:
         return finish(program, values)
 
 
-def record(program: Program, values: Sequence[Any], seen: Observed, recorder: Recorder) -> Tape:
+def record(program: Program, values: Sequence[Any], seen: Observed, recorder: Recorder, whole: bool = False) -> Tape:
     """The tape of a program.
 
     Args:
         values: the table as `begin` made it; parameters are taken from it.
+        whole: what cannot be recorded together is not recorded; else it is halved until what stands in the way is
+            alone.
     """
-    return _Taping(program, values, seen, recorder).tape()
+    return _Taping(program, values, seen, recorder, whole).tape()
 
 
 class _Taping:
-    def __init__(self, program: Program, values: Sequence[Any], seen: Observed, recorder: Recorder):
+    def __init__(self, program: Program, values: Sequence[Any], seen: Observed, recorder: Recorder, whole: bool):
         self.program, self.values, self.seen, self.recorder = program, values, seen, recorder
+        self.whole = whole
         self.static = set(program.static)
         self.fixed: dict[int, Any] = {}
         """Values with an address that stays, by place; they keep their memory as long as they are here."""
@@ -136,18 +146,35 @@ class _Taping:
         for capturable, group in itertools.groupby(self.program.steps, key=lambda step: not step.apart):
             steps = tuple(group)
             number += len(steps)
-            recorded = self._try(steps, tape, number) if capturable else None
-            if recorded is not None:
-                tape.entries.append(recorded)
+            if capturable:
+                self._take(steps, tape, number)
             else:
                 tape.entries += [self._called(step) for step in steps]
-            for place in [p for p in self.fixed if self.last.get(p, 0) < number]:
-                del self.fixed[place]
+                self._release(number)
         read = {i for segment in tape.segments for step in segment.steps for i in step.inputs}
         tape.guarded = [i for i in self.program.static if i in read]
         tape.addresses = addresses(self.values, tape.guarded)
         tape.lent = frozenset(self._lent(tape))
         return tape
+
+    def _take(self, steps: tuple[Step, ...], tape: Tape, after: int) -> None:
+        """Records steps; where they cannot be recorded together, each half by itself."""
+        try:
+            tape.entries.append(self._try(steps, after))
+        except RecordingError as error:
+            if len(steps) > 1 and not self.whole and not isinstance(error, NothingLaunchedError):
+                half = len(steps) // 2
+                self._take(steps[:half], tape, after - len(steps) + half)
+                self._take(steps[half:], tape, after)
+                return
+            tape.failures.append((steps, str(error)))
+            tape.entries += [self._called(step) for step in steps]
+        self._release(after)
+
+    def _release(self, number: int) -> None:
+        """Lets go of values that no step from `number` on reads."""
+        for place in [p for p in self.fixed if self.last.get(p, 0) < number]:
+            del self.fixed[place]
 
     def _called(self, step: Step) -> Callable[[list[Any]], None]:
         """A step that is not recorded."""
@@ -167,14 +194,13 @@ class _Taping:
             if place is not None and (place in inside or self.seen.shares.get(place) in inside):
                 yield place
 
-    def _try(self, steps: tuple[Step, ...], tape: Tape, after: int) -> Segment | None:
+    def _try(self, steps: tuple[Step, ...], after: int) -> Segment:
         before = dict(self.fixed)
         try:
             return self._segment(steps, after)
-        except RecordingError as error:
+        except RecordingError:
             self.fixed = before
-            tape.failures.append((steps, str(error)))
-            return None
+            raise
 
     def _segment(self, steps: tuple[Step, ...], after: int) -> Segment:
         copies: dict[int, torch.Tensor] = {}

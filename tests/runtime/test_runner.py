@@ -14,7 +14,9 @@ from torch import Tensor, nn
 import dsv4_compile
 from dsv4_compile import assembly, backend
 from dsv4_compile.options import Options
+from dsv4_compile.report import CudaGraphs
 from dsv4_compile.runtime import runner
+from dsv4_compile.runtime.program import Code, Program, Step
 from tests.recorder import FakeRecorder
 
 
@@ -316,13 +318,51 @@ def test_inputs_that_are_written_belong_to_the_caller(recorder: FakeRecorder) ->
 
 
 def test_a_recording_that_fails_leaves_that_piece_to_its_code(recorder: FakeRecorder) -> None:
-    recorder.fail = lambda number: "it cannot be captured (no luck)" if number == 1 else None
+    recorder.fail = lambda number: "it cannot be captured (no luck)" if number >= 1 else None
     model = Model(3)
     expected = generate(model, 6)
     run = compiled(model)
     torch.testing.assert_close(generate(run, 6), expected)
     failed = [piece for piece in graph().pieces if "no luck" in piece.reason]
     assert failed and all(piece.kind == "compiled" for piece in failed)
+
+
+def _steps(recorder: FakeRecorder, bad: set[int], number: int) -> Program:
+    """Steps that can be captured, it seems; those in `bad` ask the host."""
+
+    def step(i: int) -> Step:
+        def run(given: list[Tensor]) -> list[Tensor]:
+            if i in bad and recorder.is_recording:
+                raise RuntimeError("a copy to the host")
+            return [given.pop() * 2 + i]
+
+        return Step(f"piece_{i}", Code(run), (i,), (i + 1,), (i,))
+
+    return Program(tuple(map(step, range(number))), number + 1, (), (), ((number, None),))
+
+
+@pytest.mark.parametrize("bad", [{0}, {3}, {6}, {2, 3}, {0, 6}, set(range(7))], ids=str)
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_cannot_be_recorded_is_found_and_the_rest_is_replayed(
+    recorder: FakeRecorder, bad: set[int], whole: bool
+) -> None:
+    program = _steps(recorder, bad, 7)
+    kinds: dict[str, str] = {}
+    report = CudaGraphs()
+    run = runner.Runner(
+        program, recorder, runner.Policy(whole=whole), report, lambda name, kind, _: kinds.update({name: kind})
+    )
+    for _ in range(4):
+        x = torch.randn(3, 5)
+        expected = x
+        for i in range(7):
+            expected = expected * 2 + i
+        torch.testing.assert_close(run([x])[0], expected)
+    replayed = set() if whole else set(range(7)) - bad
+    assert {int(name.removeprefix("piece_")) for name, kind in kinds.items() if kind == "captured"} == replayed
+    assert report.replays == (3 if replayed else 0)
+    assert {one["reason"] for one in report.fallbacks} == {"it cannot be captured (a copy to the host)"}
+    assert len(report.fallbacks) == (1 if whole else len(bad))
 
 
 def test_strict_says_that_a_recording_failed(recorder: FakeRecorder) -> None:
