@@ -17,8 +17,10 @@ from typer.testing import CliRunner, Result
 
 from dsv4_compile.cli.app import app
 from dsv4_compile.cli.diff import compared
+from dsv4_compile.cli.streams import _fork
 from dsv4_compile.dump.reader import read
 from dsv4_compile.dump.schema import SCHEMA, NodeRecord
+from dsv4_compile.passes.sites import LinearInfo, ProjectionGroup
 from tests.models import CSA, SLIDING, deepseek
 
 HOSTILE = "<img src=x onerror=alert(1)>\x1b[31m[red]"
@@ -182,6 +184,14 @@ def test_streams_draws_lanes_and_the_critical_one(good, tmp_path):
     fork = json.loads(run("streams", good, "--json").stdout)[0]
     assert [lane["stream"] for lane in fork["lanes"]] == [0, 1] and fork["critical"] == 0
     assert sum(lane["share"] for lane in fork["lanes"]) == pytest.approx(1)
+
+
+def test_lanes_weigh_bytes():
+    """A float8 weight is read in half of the time of one in bfloat16 with as many rows."""
+    linears = (LinearInfo("a", 100, "bfloat16", 0), LinearInfo("b", 100, "float8_e4m3fn", 1, "some::fp8_linear"))
+    fork = _fork("0/0", ProjectionGroup("attn", "x", linears, "streams", "asked for"))
+    assert [lane.share for lane in fork.lanes] == [pytest.approx(2 / 3), pytest.approx(1 / 3)]
+    assert (fork.critical, fork.bound) == (0, pytest.approx(1.5))
 
 
 def test_pieces_has_the_one_of_each_graph(good):

@@ -1,11 +1,12 @@
 """`streams`: which linear of a group runs on which stream, where they fork and join, and which stream decides the time.
 
-The work of a linear is what it reads of its weight, `out_features * columns`: that is what takes the time when tokens
-are few, and then streams are used. It is no measurement.
+The work of a linear is what it reads of its weight, `out_features * columns` numbers of its dtype: that is what takes
+the time when tokens are few, and then streams are used. It is no measurement.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from dsv4_compile.cli import output
 from dsv4_compile.dump.reader import DumpedGraph
 from dsv4_compile.dump.typed import built
-from dsv4_compile.passes.sites import ProjectionGroup
+from dsv4_compile.passes.sites import LinearInfo, ProjectionGroup
 
 __all__ = ["Fork", "Lane", "forks", "picture", "print_forks"]
 
@@ -55,15 +56,21 @@ def forks(graph: DumpedGraph) -> list[Fork]:
 
 
 def _fork(label: str, group: ProjectionGroup) -> Fork:
-    total = sum(linear.out_features for linear in group.linears) or 1
+    total = sum(map(_bits, group.linears)) or 1
     lanes = []
     for stream in sorted({_stream(group, i) for i in range(len(group.linears))}):
         members = [linear for i, linear in enumerate(group.linears) if _stream(group, i) == stream]
-        share = sum(linear.out_features for linear in members) / total
+        share = sum(map(_bits, members)) / total
         lanes.append(Lane(stream, tuple(f"{linear.name}:{linear.out_features}" for linear in members), share))
     heaviest = max(lanes, key=lambda lane: lane.share)
     bound = 1 / heaviest.share if heaviest.share else 1.0
     return Fork(label, group.site, group.strategy, group.reason, tuple(lanes), heaviest.stream, bound)
+
+
+def _bits(linear: LinearInfo) -> int:
+    """Of a column of its weight; the name of a dtype has those of a number."""
+    found = re.search(r"\d+", linear.dtype)
+    return linear.out_features * (int(found.group()) if found else 8)
 
 
 def _stream(group: ProjectionGroup, i: int) -> int:
