@@ -72,6 +72,7 @@ class RaggedBuffers:
 
         Raises:
             CapacityError: too many rows or entries; the buffers are as before.
+            TypeError: no tensor.
             ValueError: another number of axes or another dtype, or on the host an `indptr` that does not fit or numbers
                 too large for the dtype of the buffers. What is on the device is not looked at.
         """
@@ -95,6 +96,8 @@ class RaggedBuffers:
 
     def _check(self, indices: torch.Tensor, indptr: torch.Tensor) -> None:
         for name, tensor in (("indices", indices), ("indptr", indptr)):
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"{name} must be a tensor, and it is a {type(tensor).__name__}.")
             if tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64):
                 raise ValueError(
                     f"{name} must be one row of int32 or int64, and it is {tensor.dtype}{list(tensor.shape)}."

@@ -117,6 +117,12 @@ def test_what_is_no_ragged_row_is_refused(indices: Tensor, indptr: Tensor, sente
         RaggedBuffers(ROWS, CAPACITY, "cpu").update(indices, indptr)
 
 
+def test_lists_are_no_tensors() -> None:
+    buffers = RaggedBuffers(ROWS, CAPACITY, "cpu")
+    with pytest.raises(TypeError, match="indptr must be a tensor, and it is a list"):
+        buffers.update(torch.tensor([1]), [0, 1])
+
+
 @pytest.mark.parametrize("arguments", [(0, 5), (5, 0)])
 def test_buffers_have_room_for_something(arguments: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="at least one row and one entry"):
