@@ -99,6 +99,11 @@ READERS += [scaled_in_part, rotated_in_part, overwritten, strided_copies]
 def test_readers_do_not_notice(read, dynamic, strategy):
     widths = (7, 4) if read is complex_numbers else (8, 4)
     module, x = Pair(read, widths), torch.randn(2, 3, 16)
+    if read is bits:  # a packed product may add up in another order: whole numbers have one sum
+        x = x.mul(4).round()
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(16).round_()
     options = {"compiler": "eager", "mhc": "off", "projections": strategy}
     with torch.no_grad():
         expected = module(x)
