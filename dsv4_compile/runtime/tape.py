@@ -161,14 +161,18 @@ class _Taping:
         """Records steps; where they cannot be recorded together, each half by itself."""
         try:
             tape.entries.append(self._try(steps, after))
-        except RecordingError as error:
-            if len(steps) > 1 and not self.whole and not isinstance(error, NothingLaunchedError):
-                half = len(steps) // 2
-                self._take(steps[:half], tape, after - len(steps) + half)
-                self._take(steps[half:], tape, after)
-                return
-            tape.failures.append((steps, str(error)))
-            tape.entries += [self._called(step) for step in steps]
+        except RecordingError as error:  # its frames hold tensors of the pool, so nothing is recorded in here
+            reason, launched = str(error), not isinstance(error, NothingLaunchedError)
+        else:
+            self._release(after)
+            return
+        if launched and len(steps) > 1 and not self.whole:
+            half = len(steps) // 2
+            self._take(steps[:half], tape, after - len(steps) + half)
+            self._take(steps[half:], tape, after)
+            return
+        tape.failures.append((steps, reason))
+        tape.entries += [self._called(step) for step in steps]
         self._release(after)
 
     def _release(self, number: int) -> None:
