@@ -215,14 +215,8 @@ def environment() -> dict[str, str]:
 def launched(column: str, batch: int, arguments: argparse.Namespace, folder: str) -> Part:
     """A cell, before it has compiled, with caches of its own. It may start again, and the limit is that of both."""
     command = [sys.executable, __file__, "--column", column, "--batch", str(batch), "--steps", str(arguments.steps)]
-    command += [
-        "--first",
-        str(arguments.first),
-        "--until",
-        str(time.time() + arguments.limit),
-        *["--tiny"] * arguments.tiny,
-    ]
-    command += ["--steps-limit", str(arguments.steps_limit or arguments.limit)]
+    command += ["--first", str(arguments.first), "--until", str(time.time() + arguments.limit)]
+    command += ["--steps-limit", str(arguments.steps_limit or arguments.limit), *["--tiny"] * arguments.tiny]
     name = f"decode-{batch}-{column}"
     own = {"TORCHINDUCTOR_CACHE_DIR": str(Path(folder, name)), "TRITON_CACHE_DIR": str(Path(folder, name, "triton"))}
     return Part(name, command, Path(arguments.out or folder, f"{name}.log"), own)

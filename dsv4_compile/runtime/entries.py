@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._C._dynamo.guards import assert_size_stride
 
-from dsv4_compile.runtime.direct import OperatorCall, call_text
+from dsv4_compile.runtime.direct import OperatorCall
 from dsv4_compile.runtime.program import Step, run_step
-from dsv4_compile.runtime.recorder import Inlets, Recorder, Recording
+from dsv4_compile.runtime.recorder import Inlets, Recording
 
 __all__ = ["Call", "Direct", "Entrance", "Segment", "fill", "filled", "is_like"]
 
@@ -151,36 +150,10 @@ class Call:
         run_step(self.step, values)
 
 
-class Direct:
-    """A step that is not recorded and is one call of an operator. In the call that was recorded its results lay as
-    `layouts` says."""
+@dataclass(frozen=True)
+class Direct(Call):
+    """One that is the call of an operator, which `straight` writes out. In the call that was recorded the results lay
+    as `layouts` says."""
 
-    def __init__(
-        self,
-        step: Step,
-        call: OperatorCall,
-        layouts: Sequence[tuple[tuple[int, ...], ...]],
-        recorder: Recorder,
-    ) -> None:
-        self.step, self.call, self.layouts, self.recorder = step, call, layouts, recorder
-        names: dict[str, Any] = {}
-
-        def name(text: str, value: Any) -> str:
-            names[text] = value
-            return text
-
-        self.run: Callable[[list[Any]], Any] = eval(f"lambda values: {call_text(call, step.inputs, name)}", names)
-
-    def __call__(self, values: list[Any]) -> None:
-        step = self.step
-        if not self.recorder.is_here:  # Inductor's code switches to the device
-            run_step(step, values)
-            return
-        made = self.run(values)
-        for place, part, (shape, stride) in zip(step.outputs, self.call.results, self.layouts, strict=True):
-            value = made if part is None else made[part]
-            if self.call.checked:
-                assert_size_stride(value, shape, stride)
-            values[place] = value
-        for i in step.done:
-            values[i] = None
+    call: OperatorCall
+    layouts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]

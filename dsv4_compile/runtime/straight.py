@@ -4,8 +4,7 @@
     values[5] = None
     source = values[7]
     if not is_like(source, buffer_4): source = filled(buffer_4, source)   (without the call of `is_like`)
-    addresses = [source.data_ptr()]
-    if addresses != inlets_4.sources: inlets_4.point(addresses)
+    inlets_4.point([source.data_ptr()])
     replay_4()
     values[8] = made_4_8
     ...
@@ -94,14 +93,10 @@ class _Writer:
                 f" and {source}.get_device() == {buffer.get_device()} and not {source}.is_neg()):",
                 f"    {source} = filled({into}, {source})",
             )
-            addresses.append(f"source_{i}.data_ptr()")
+            addresses.append(f"{source}.data_ptr()")
         if addresses:
             inlets = self.name(f"inlets_{number}", entrance.inlets)
-            self.add(
-                f"addresses = [{', '.join(addresses)}]",
-                f"if addresses != {inlets}.sources:",
-                f"    {inlets}.point(addresses)",
-            )
+            self.add(f"{inlets}.point([{', '.join(addresses)}])")
         self.add(f"{self.name(f'replay_{number}', segment.recording.replay)}()")
         for place, value in segment.made:
             self.add(f"values[{place}] = {self.name(f'made_{number}_{place}', value)}")

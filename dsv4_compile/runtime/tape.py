@@ -187,7 +187,7 @@ class _Taping:
         if call is None or not step.is_fixed or None in layouts or call.device != self.recorder.device:
             return Call(step)
         known = tuple((one.shape, one.stride) for one in layouts if one is not None)
-        return Direct(step, call, known, self.recorder)
+        return Direct(step, call, known)
 
     def _lent(self, tape: Tape) -> Iterator[int]:
         """Results in the pool: made there, or views of what was."""

@@ -191,7 +191,7 @@ class Product:
     """One matrix product: the members whose weights it reads, and the columns it writes of their output.
 
     `base` is the member that the memory of a run begins with. `gathered`: the weights are read wherever they lie.
-    `places` are output, start and stop of each member, and `parts` the same where several outputs are written.
+    `places` are output, start and stop of each member.
     """
 
     members: tuple[int, ...]
@@ -199,9 +199,13 @@ class Product:
     output: int
     start: int
     stop: int
-    gathered: bool = False
-    parts: tuple[tuple[int, int, int], ...] = ()
-    places: tuple[tuple[int, int, int], ...] = ()
+    gathered: bool
+    places: tuple[tuple[int, int, int], ...]
+
+    @functools.cached_property
+    def is_parted(self) -> bool:
+        """Whether it writes several outputs."""
+        return len({output for output, _, _ in self.places}) > 1
 
 
 Operand = Tensor | list[Tensor]
@@ -295,8 +299,7 @@ def _product(
     output, start, _ = own[0]
     stop = start + sum(stop - start for _, start, stop in own)
     gathered = strategy.gather is not None and skinny.takes(problem.dtypes[members[0]])
-    several = len({output for output, _, _ in own}) > 1
-    return Product(members, base, output, start, stop, gathered, own if several else (), own)
+    return Product(members, base, output, start, stop, gathered, own)
 
 
 def _spread(problem: Problem, units: Iterable[tuple[int, ...]], by_owner: bool) -> list[list[tuple[int, ...]]]:
@@ -391,14 +394,14 @@ def _task(
         return functools.partial(products.multiply_scaled, given, operand, biases[members[0]], output)
     dtype = weights[members[0]].dtype
     cast = casts.get(dtype, rows)
-    if not product.parts and product.stop - product.start < output.shape[1]:
+    if not product.is_parted and product.stop - product.start < output.shape[1]:
         output = output[:, product.start : product.stop]
     if isinstance(operand, list):
         assert strategy.gather is not None
         gather = functools.partial(strategy.gather, cast, operand, [biases[i] for i in members])
-        if not product.parts:
+        if not product.is_parted:
             return functools.partial(gather, output)
-        each = [outputs[i][:, start:stop] for i, start, stop in product.parts]
+        each = [outputs[i][:, start:stop] for i, start, stop in product.places]
         return functools.partial(gather, each, scaled=[scaled[i - plain] for i in members if i >= plain])
     bias = biases[members[0]]
     if len(members) > 1:

@@ -48,30 +48,22 @@ def recorder(monkeypatch: pytest.MonkeyPatch, status: Any = 0) -> tuple[CudaReco
     return made, launched
 
 
-def test_a_graph_is_launched_by_the_driver_behind_its_first_replay(
-    monkeypatch: pytest.MonkeyPatch, generator: Generator
+@pytest.mark.parametrize("draws", [0, 4])
+def test_behind_its_first_replay_the_driver_launches_a_graph_that_draws_nothing(
+    monkeypatch: pytest.MonkeyPatch, generator: Generator, draws: int
 ) -> None:
+    """One that does is replayed by torch, which tells it which numbers, each time."""
     made, launched = recorder(monkeypatch)
-    graph = Graph(generator, 0)
+    graph = Graph(generator, draws)
     replay = made._replay(graph, "executable")
     for _ in range(4):
         replay()
-    assert graph.replays == 1 and launched == 3 * [("executable", "stream")]
+    by_torch = 4 if draws else 1
+    assert graph.replays == by_torch and launched == (4 - by_torch) * [("executable", "stream")]
+    assert generator.offset == 4 * draws
     made.is_here = False  # another device is current: torch switches
     replay()
-    assert graph.replays == 2 and len(launched) == 3
-
-
-def test_a_graph_that_draws_random_numbers_is_replayed_by_torch(
-    monkeypatch: pytest.MonkeyPatch, generator: Generator
-) -> None:
-    """Which tells it which ones, each time."""
-    made, launched = recorder(monkeypatch)
-    graph = Graph(generator, 4)
-    replay = made._replay(graph, "executable")
-    for _ in range(4):
-        replay()
-    assert graph.replays == 4 and not launched and generator.offset == 16
+    assert graph.replays == by_torch + 1 and len(launched) == 4 - by_torch
 
 
 def test_a_launch_that_fails_raises(monkeypatch: pytest.MonkeyPatch, generator: Generator) -> None:
