@@ -187,6 +187,9 @@ def _parse(node: Node) -> Linear | tuple[Node, str] | None:
         return (x, "its weight is computed, not a parameter") if _from_parameters(weight) else None
     if op is aten.addmm and (node.kwargs or not is_leaf(bias) or len(shape(bias) or ()) != 1):
         return x, "its bias is scaled or computed"
+    outputs = (shape(weight) or (0,))[-1]
+    if op is aten.addmm and not (isinstance(outputs, int) and are(shape(bias) or (), (outputs,))):
+        return x, "its bias is one number for all outputs"
     if (
         any(packet(n) in CAST and not is_cast_up(n) for n in chain[:-1])
         or value(activation).dtype != value(weight).dtype

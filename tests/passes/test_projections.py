@@ -114,6 +114,26 @@ def test_casts_are_looked_through_and_dtypes_do_not_pack():
     assert "dtypes differ" in graph.projections[0].reason
 
 
+def test_a_bias_of_one_number_leaves_its_linear_and_no_other():
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(16, 8) for _ in range(3))
+            self.shift = nn.Parameter(torch.randn(1))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            return self.a(x), torch.addmm(self.shift, x, self.b.weight.t()), self.c(x)
+
+    module, x = Shifted(), torch.randn(5, 16)
+    with torch.no_grad():
+        expected = module(x)
+    out, graph = run(module, x)
+    assert names(graph) == [["a", "c"]]
+    assert [m.reason for m in graph.missed] == ["its bias is one number for all outputs"]
+    for a, b in zip(out, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_rounding_before_a_linear_is_not_removed():
     class Rounded(nn.Module):
         def __init__(self) -> None:
