@@ -178,7 +178,7 @@ def measure(arguments: argparse.Namespace) -> None:
             "slow_steps": len(slow),
             "slow_s": sum(slow),
             "tokens": generation.tokens,
-            "unwaited_ms": 1e3 * generation.unwaited(arguments.steps),
+            "unwaited_ms": 1e3 * generation.unwaited(len(seconds)),
         }
         say(result | (_report() if arguments.column.startswith("dsv4") else {}))
 
