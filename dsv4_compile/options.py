@@ -28,6 +28,7 @@ MAX_STREAMS = 16
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "projections": ("auto", "pack", "streams", "serial", "off"),
+    "attention": ("auto", "off"),
     "mhc": ("auto", "tilelang", "triton", "reference", "off"),
     "cudagraphs": ("auto", "off", "full", "piecewise", "full_and_piecewise"),
     "compiler": ("inductor", "eager"),
@@ -72,6 +73,8 @@ class Options:
     """Token count above which nothing leaves the main stream; 0 turns side streams off."""
     mhc: str = "auto"
     """Kernel family for the mHC arithmetic: `auto`, `tilelang`, `triton`, `reference`, `off`."""
+    attention: str = "auto"
+    """What heads share is multiplied without a copy for each of them: `auto`, `off`."""
     cudagraphs: str = "auto"
     """Capture mode: `auto`, `off`, `full`, `piecewise`, `full_and_piecewise`."""
     capture_sizes: tuple[int, ...] | None = None
@@ -425,6 +428,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "num_streams": _count,
     "stream_max_tokens": _count,
     "mhc": _choice,
+    "attention": _choice,
     "cudagraphs": _choice,
     "capture_sizes": _sizes,
     "capture_memory": _bytes,

@@ -28,6 +28,9 @@ from dsv4_compile.passes.sites import Missed, PassResult
 
 __all__ = ["Collected", "GraphPass", "GraphPasses", "PassError", "collecting", "is_collecting", "source_hash"]
 
+_KINDS: dict[str, Literal["projections", "attention"]] = {"projections": "projections", "heads": "attention"}
+"""What passes of other names than mHC's look for, as a report calls it."""
+
 logger = logging.getLogger("dsv4_compile.passes")
 
 
@@ -195,8 +198,7 @@ class GraphPasses:
             logger.warning("The pass %s was skipped: %s", graph_pass.name, brief)
             logger.debug("The pass %s failed", graph_pass.name, exc_info=True)
             _restore(graph, before)
-            kind: Literal["mhc", "projections"] = "projections" if graph_pass.name == "projections" else "mhc"
-            return PassResult(missed=(Missed(kind, "", f"the pass failed and was skipped: {brief}"),))
+            return PassResult(missed=(Missed(_KINDS.get(graph_pass.name, "mhc"), "", f"the pass failed and was skipped: {brief}"),))
 
 
 def _is_symbolic(node: Node) -> bool:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Branch",
     "BranchSite",
+    "HeadSite",
     "LinearInfo",
     "MeasuredChoice",
     "MhcSite",
@@ -116,6 +117,16 @@ class BranchSite:
 
 
 @dataclass(frozen=True)
+class HeadSite:
+    """Batched products of a module that read each matrix once where it was copied `times` times: for heads that share
+    it, or for sequences. `products` is how many."""
+
+    site: str
+    times: int
+    products: int
+
+
+@dataclass(frozen=True)
 class MhcSite:
     """One piece of mHC arithmetic. `kernel` is the family that runs it; "inductor" where it was left as it is.
     `mixing` is the dtype that `post` and `comb` are rounded to before they are multiplied: "float32" (or "float64" of a
@@ -141,7 +152,7 @@ class Missed:
     `source` is the user's line that made the place's first node, `file.py:123` with the whole path, empty when unknown.
     """
 
-    kind: Literal["mhc", "projections"]
+    kind: Literal["mhc", "projections", "attention"]
     site: str
     reason: str
     source: str = field(default="", compare=False)
@@ -153,6 +164,7 @@ class PassResult:
 
     mhc: tuple[MhcSite, ...] = ()
     projections: tuple[ProjectionGroup, ...] = ()
+    heads: tuple[HeadSite, ...] = ()
     missed: tuple[Missed, ...] = ()
     effective: tuple[tuple[str, str, str], ...] = ()
     """(option, value, reason) where something else runs than was asked for."""
