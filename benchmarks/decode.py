@@ -53,7 +53,6 @@ COLUMNS: dict[str, dict[str, Any]] = {
     "dsv4-static-branches": {"backend": "dsv4", "options": {"cudagraphs": "full", "branches": True}},
 }
 DEFAULT = [name for name in COLUMNS if not name.endswith("branches")]
-PROMPT = 1000
 LOCK = Path(tempfile.gettempdir(), "dsv4-decode.lock")
 
 
@@ -71,7 +70,7 @@ class Generation:
         layers = ("sliding", "csa") if tiny else ("sliding", "csa", "hca", "csa")
         kind = ("cpu", torch.float32) if tiny else ("cuda", torch.bfloat16)
         self.model = model = random_model(TINY if tiny else FLASH, layers, *kind)
-        shape = (batch, 40 if tiny else PROMPT)
+        shape = (batch, 40 if tiny else arguments.prompt)
         ids = torch.randint(0, model.config.vocab_size, shape, generator=torch.Generator().manual_seed(1)).to(kind[0])
         cache: Any = DynamicCache(config=model.config)
         with torch.no_grad(), FileLock(LOCK):  # a long prompt of many rows takes tens of gigabytes for a moment
@@ -216,6 +215,7 @@ def launched(column: str, batch: int, arguments: argparse.Namespace, folder: str
     """A cell, before it has compiled, with caches of its own. It may start again, and the limit is that of both."""
     command = [sys.executable, __file__, "--column", column, "--batch", str(batch), "--steps", str(arguments.steps)]
     command += ["--first", str(arguments.first), "--until", str(time.time() + arguments.limit)]
+    command += ["--prompt", str(arguments.prompt)]
     command += ["--steps-limit", str(arguments.steps_limit or arguments.limit), *["--tiny"] * arguments.tiny]
     name = f"decode-{batch}-{column}"
     own = {"TORCHINDUCTOR_CACHE_DIR": str(Path(folder, name)), "TRITON_CACHE_DIR": str(Path(folder, name, "triton"))}
@@ -226,6 +226,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--columns", type=lambda text: text.split(","), default=DEFAULT)
     parser.add_argument("--batch", default="1,32", help="comma-separated")
+    parser.add_argument("--prompt", type=int, default=1000, help="tokens in the cache before the first step")
     parser.add_argument("--first", type=int, default=64, help="steps that compile, before what is measured")
     parser.add_argument("--steps", type=int, default=256)
     parser.add_argument("--limit", type=float, default=3000, help="seconds after which the first steps end")

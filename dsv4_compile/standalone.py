@@ -13,6 +13,7 @@ from dsv4_compile.alone import IDENTITY, run_alone
 from dsv4_compile.dump.limit import limit
 from dsv4_compile.dump.writer import observe
 from dsv4_compile.options import OptionError, Options, disabled
+from dsv4_compile.passes.heads import HeadsPass
 from dsv4_compile.passes.mhc import MhcPass
 from dsv4_compile.passes.pipeline import GraphPass, GraphPasses, is_collecting
 from dsv4_compile.passes.projections import ProjectionsPass
@@ -127,6 +128,8 @@ def _passes(options: Options) -> tuple[GraphPass, ...]:
         # Nobody packs parameters here (the hook sees a graph, not its parameters): linears are spread or left.
         settings = (options.projections, options.num_streams, options.stream_max_tokens)
         passes.append(ProjectionsPass(*settings, pack=False, apart=options.split_ops))
+    if options.attention != "off":
+        passes.append(HeadsPass())
     return tuple(passes)
 
 
