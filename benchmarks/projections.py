@@ -49,6 +49,7 @@ from torch.nn import functional
 from dsv4_compile.cli.output import track
 from dsv4_compile.kernels import linear, streams
 from dsv4_compile.kernels.linear import grouped, mixed, packing, skinny, strategies, tuning
+from dsv4_compile.kernels.linear.buckets import bucket_of
 from dsv4_compile.kernels.linear.products import FLOAT8, Scaled
 
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -376,7 +377,7 @@ def way(table: str, tokens: str) -> str:
     """What `ours` runs for this row."""
     group = MIXED_REST if table == "mixed" else GROUPS[table]
     features = (*REST, *LOW_FEATURES) if table == "mixed" else group.features
-    limit = tuning.bucket_of(int(tokens))
+    limit = bucket_of(int(tokens))
     known = [
         entry["strategy"]
         for entry in linear.choices()
