@@ -47,10 +47,11 @@ class Proposed:
     parts: int = 1
     workspace: int = 0
     state: int = 0
+    cluster: int = 4
 
     @property
     def configuration(self) -> tuple[int, ...]:
-        return 66, self.tile, self.parts, 0, 0, 0, 35, 0, 4
+        return 66, self.tile, self.parts, 0, 0, 0, 35, 0, self.cluster
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Call:
     handle: int
     device: int
     stream: int
-    tile: int
+    algorithm: Proposed
     layouts: tuple[Layout, Layout, Layout]
 
 
@@ -77,13 +78,18 @@ def proposed(tokens: int, workspace: int) -> list[Proposed]:
     return [Proposed(10 * tokens + i) for i in range(4)]
 
 
+class _Function(ctypes._CFuncPtr):
+    _flags_ = ctypes._FUNCFLAG_CDECL
+    _restype_ = c_int
+
+
 @dataclass
 class Standin:
     """The library. `device` is the current one; `proposed` says what there is for so many tokens and bytes."""
 
     device: int = 0
     proposed: Callable[[int, int], list[Proposed]] = proposed
-    checked: Callable[[int, tuple[Layout, ...]], tuple[int, int]] = lambda tile, layouts: (OK, 0)
+    checked: Callable[[Proposed, tuple[Layout, ...]], tuple[int, int]] = lambda algorithm, layouts: (OK, 0)
     status: int = OK
     create: int = OK
     asked: list[tuple[int, int, dict[int, int]]] = field(default_factory=list)
@@ -91,12 +97,16 @@ class Standin:
     handles: dict[int, int] = field(default_factory=dict)
     errors: list[Exception] = field(default_factory=list)
     things: dict[int, Any] = field(default_factory=dict)
-    tiles: dict[int, Proposed] = field(default_factory=dict)
+    algorithms: list[Proposed] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._numbers: Iterator[int] = iter(range(1 << 40, 1 << 41))
+        self._kept = []
         for name, types in DECLARED.items():
-            setattr(self, name, ctypes.CFUNCTYPE(c_int, *types)(self._guarded(getattr(self, f"_{name[8:]}"))))
+            function = ctypes.CFUNCTYPE(c_int, *types)(self._guarded(getattr(self, f"_{name[8:]}")))
+            self._kept.append(function)
+            # As it is found in a library: who calls it must say what it takes.
+            setattr(self, name, _Function(ctypes.cast(function, P).value))
 
     def _guarded(self, function: Callable[..., int]) -> Callable[..., int]:
         def call(*arguments: Any) -> int:
@@ -163,6 +173,9 @@ class Standin:
     def _on_its_device(self, handle: int) -> None:
         assert self.handles[handle] == self.device
 
+    def _algorithm(self, place: int) -> Proposed:
+        return self.algorithms[(c_uint64 * 8).from_address(place)[7] - 1]
+
     def _MatmulAlgoGetHeuristic(
         self, handle: int, operation: int, a: int, b: int, c: int, d: int, preference: int, most: int, place: int,
         count: int,
@@ -174,8 +187,8 @@ class Standin:
         found = self.proposed(rows.columns, wanted[1])[:most]
         results = (Result * most).from_address(place)
         for result, one in zip(results, found, strict=False):
-            self.tiles[one.tile] = one
-            result.algo[0], result.workspaceSize, result.state = one.tile, one.workspace, one.state
+            self.algorithms.append(one)
+            result.algo[7], result.workspaceSize, result.state = len(self.algorithms), one.workspace, one.state
         c_int.from_address(count).value = len(found)
         return OK if found else NOT_SUPPORTED
 
@@ -183,7 +196,7 @@ class Standin:
         kind = c_uint16 if attribute in (7, 8) else c_uint32
         if size != ctypes.sizeof(kind):
             return INVALID
-        kind.from_address(value).value = self.tiles[c_uint64.from_address(algo).value].configuration[attribute]
+        kind.from_address(value).value = self._algorithm(algo).configuration[attribute]
         c_size_t.from_address(written).value = size
         return OK
 
@@ -191,7 +204,7 @@ class Standin:
         self, handle: int, operation: int, a: int, b: int, c: int, d: int, algo: int, result: int
     ) -> int:
         self._on_its_device(handle)
-        status, workspace = self.checked(c_uint64.from_address(algo).value, self._layouts(operation, a, b, c, d))
+        status, workspace = self.checked(self._algorithm(algo), self._layouts(operation, a, b, c, d))
         Result.from_address(result).workspaceSize = workspace
         return status
 
@@ -203,8 +216,7 @@ class Standin:
         assert (c_float.from_address(alpha).value, c_float.from_address(beta).value) == (1, 0)
         assert workspace is None and size == 0 and before == output
         layouts = self._layouts(operation, a, b, c, d)
-        tile = c_uint64.from_address(algo).value
-        self.calls.append(Call(handle, self.device, stream, tile, layouts))
+        self.calls.append(Call(handle, self.device, stream, self._algorithm(algo), layouts))
         if self.status:
             return self.status
         of_weight, of_rows, of_output = map(_seen, (weight, rows, output), layouts)

@@ -160,7 +160,7 @@ LOW = Low(BF16, False, 0, False)
 def test_and_nowhere_else(library: Standin, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
     of = problem(**changes)
     monkeypatch.setattr(tuning, "card_of", lambda index: of.card)
-    assert names(of) == [] and library.asked == []
+    assert names(of) == [] and library.asked == [] and proposals.unavailable() is None
 
 
 def test_none_without_a_card() -> None:
@@ -175,12 +175,17 @@ def test_a_device_that_is_not_in_use_is_not_asked(library: Standin, monkeypatch:
     assert names(problem()) == NAMES[:3] and list(library.handles.values()) == [1]
 
 
+def test_the_current_device_is_asked_first(library: Standin) -> None:
+    library.device = 1
+    assert names(problem()) == NAMES[:3] and list(library.handles.values()) == [1]
+
+
 def test_left_out_are_what_torch_takes_repetitions_partial_sums_and_what_needs_memory(library: Standin) -> None:
-    mine = [Proposed(tile) for tile in (5, 6, 7, 8, 9)]
+    mine = [Proposed(5), Proposed(5, cluster=3), Proposed(6), Proposed(7), Proposed(8)]
 
     def found(tokens: int, workspace: int) -> list[Proposed]:
         if workspace:
-            return [Proposed(4), Proposed(5)]
+            return [Proposed(4), Proposed(6)]
         others = Proposed(1, parts=3), Proposed(2, workspace=8), Proposed(3, state=15), Proposed(4)
         return [*others, mine[0], mine[1], mine[0], *mine[2:]]
 
@@ -189,14 +194,16 @@ def test_left_out_are_what_torch_takes_repetitions_partial_sums_and_what_needs_m
     rows, turned = operands(64)
     for which in range(5):
         assert_product(proposals.multiply(which, rows, turned, None), rows, turned)
-    assert [call.tile for call in library.calls] == [5, 6, 7, 8]
+    assert [call.algorithm for call in library.calls] == mine[:4]
 
 
 def test_what_torch_takes_may_be_no_proposal_at_all(library: Standin) -> None:
     library.proposed = lambda tokens, workspace: [Proposed(1, parts=3, workspace=100)] if workspace else [Proposed(2)]
     assert names(problem()) == NAMES[:1]
+    library.proposed = lambda tokens, workspace: [] if workspace else [Proposed(2)]
+    assert names(problem(columns=2 * K)) == NAMES[:1]
     library.proposed = lambda tokens, workspace: []
-    assert names(problem(columns=2 * K)) == [] and proposals.unavailable() is None
+    assert names(problem(columns=3 * K)) == [] and proposals.unavailable() is None
 
 
 def test_asked_is_once_without_workspace_for_the_limit_of_the_bucket(library: Standin) -> None:
@@ -253,7 +260,7 @@ def test_the_product_and_its_algorithm(
     assert made.shape == (tokens, M) and made.is_contiguous() and made.dtype == dtype
     (call,) = library.calls
     limit = min(limit for limit in LIMITS if limit >= tokens)
-    assert call.tile == 10 * limit + 2 and call.stream == 70
+    assert call.algorithm.tile == 10 * limit + 2 and call.stream == 70
     assert call.layouts == (Layout(dtype, K, M, K), Layout(dtype, K, tokens, K), Layout(dtype, M, tokens, M))
     assert by_torch == []
 
@@ -295,6 +302,15 @@ UNFIT: dict[str, Callable[[], tuple[Tensor, Tensor, Tensor | None, Tensor | None
     "one row many times": lambda: (operands(1)[0].expand(4, K), operands(4)[1], None, None),
     "rows that overlap": lambda: (operands(8)[0].as_strided((4, K), (8, 1)), operands(4)[1], None, None),
     "odd features": lambda: (operands(4)[0], aligned(M - 3, K).t(), None, None),
+    "odd features in a wide output": lambda: (
+        operands(4)[0],
+        aligned(M - 3, K).t(),
+        None,
+        aligned(4, M)[:, : M - 3],
+    ),
+    "every second input": lambda: (aligned(4, 2 * K).as_subclass(OnCard)[:, ::2], operands(4)[1], None, None),
+    "every second weight": lambda: (operands(4)[0], aligned(M, 2 * K)[:, ::2].t(), None, None),
+    "every second output": lambda: (*operands(4), None, aligned(4, 2 * M)[:, ::2]),
     "odd columns": lambda: (aligned(4, K)[:, :60].as_subclass(OnCard), aligned(M, K)[:, :60].t(), None, None),
 }
 
@@ -308,16 +324,18 @@ def test_what_does_not_fit_is_made_by_torch(library: Standin, by_torch: list[Ten
     assert_product(made if bias is None else made - bias, rows, turned)
 
 
-def test_shapes_that_do_not_fit_are_torchs_error(library: Standin) -> None:
+def test_what_makes_no_sense_is_left_to_torch(library: Standin, by_torch: list[Tensor]) -> None:
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         proposals.multiply(0, operands(4)[0], aligned(M, 2 * K).t(), None)
+    proposals.multiply(0, *operands(4), None, aligned(4, M).as_strided((4, M), (8, 1)))
+    assert len(by_torch) == 2 and library.calls == [] and proposals.unavailable() is None
 
 
 @pytest.mark.parametrize("checked", [(15, 0), (0, 16)], ids=str)
 def test_an_algorithm_that_does_not_take_these_strides_is_replaced_by_torch(
     library: Standin, by_torch: list[Tensor], checked: tuple[int, int]
 ) -> None:
-    library.checked = lambda tile, layouts: checked if layouts[1].columns == 5 else (0, 0)
+    library.checked = lambda algorithm, layouts: checked if layouts[1].columns == 5 else (0, 0)
     for tokens in (5, 6):
         rows, turned = operands(tokens)
         assert_product(proposals.multiply(0, rows, turned, None), rows, turned)
@@ -375,4 +393,4 @@ def test_a_group_runs_as_a_proposal(library: Standin, by_torch: list[Tensor]) ->
     (made,) = grouped.run_as(NAMES[2], x.view(2, 3, K), weights, [None] * 3, [0] * 3)
     assert made.shape == (2, 3, M)
     assert_product(made.view(6, M), x, torch.cat(weights).t())
-    assert [call.tile for call in library.calls] == [83] and by_torch == []
+    assert [call.algorithm.tile for call in library.calls] == [83] and by_torch == []
