@@ -196,7 +196,8 @@ def _device_of(card: Card) -> int | None:
     if not torch.cuda.is_available():
         return None
     for index in (torch.cuda.current_device(), *range(torch.cuda.device_count())):
-        if torch._C._cuda_hasPrimaryContext(index) and card_of(index) == card:
+        used = torch._C._cuda_hasPrimaryContext(index)  # type: ignore[attr-defined]
+        if used and card_of(index) == card:
             return index
     return None
 
