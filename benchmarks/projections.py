@@ -13,6 +13,7 @@ replay by replay; median. The inputs and weights are random.
 - `1 packed`: one `torch.mm` with all weights in one; it is of no use where their dtypes differ.
 - `serial`, `streams`, `pack`: the ways of `dsv4::grouped_linear`, on the unmerged weights, which lie one behind the
   other. Its result is one tensor.
+- `pack: proposal ...`: up to 512 tokens, the packed product with other algorithms of cuBLASLt (`proposals.py`).
 - `skinny: ...`: up to 64 tokens, the plans of the kernel for few tokens (docs/projections.md), on the same weights.
 - `ours`: `dsv4::grouped_linear` as `projections="auto"` runs it. Its choice is measured in this run, by itself.
 - `floor`: weights, input and outputs as fast as a large copy in the same run, or the products at 800 TFLOP/s,
@@ -48,7 +49,8 @@ from torch.nn import functional
 
 from dsv4_compile.cli.output import track
 from dsv4_compile.kernels import linear, streams
-from dsv4_compile.kernels.linear import grouped, mixed, packing, skinny, strategies, tuning
+from dsv4_compile.kernels.linear import grouped, mixed, packing, proposals, skinny, strategies, tuning
+from dsv4_compile.kernels.linear.buckets import bucket_of
 from dsv4_compile.kernels.linear.products import FLOAT8, Scaled
 
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -376,7 +378,7 @@ def way(table: str, tokens: str) -> str:
     """What `ours` runs for this row."""
     group = MIXED_REST if table == "mixed" else GROUPS[table]
     features = (*REST, *LOW_FEATURES) if table == "mixed" else group.features
-    limit = tuning.bucket_of(int(tokens))
+    limit = bucket_of(int(tokens))
     known = [
         entry["strategy"]
         for entry in linear.choices()
@@ -403,6 +405,8 @@ def measure_all(tables: list[str], tokens: list[int] | None) -> dict[str, Any]:
         result["seconds"][table] = round(time.perf_counter() - begun, 1)
     if torch.cuda.is_available() and (reason := skinny.unavailable()) is not None:
         print(f"\nThe columns of the skinny product are torch's: {reason}")
+    if (reason := proposals.unavailable()) is not None:
+        print(f"\nProposals are missing: {reason}")
     return {**result, "bandwidth": bandwidth(), "choices": linear.choices()}
 
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from dsv4_compile.kernels.linear import packing, products, skinny, strategies, tuning
+from dsv4_compile.kernels.linear.buckets import LIMITS
 from dsv4_compile.kernels.linear.products import FLOAT8, Scaled
 from dsv4_compile.kernels.linear.strategies import Low, Operand, Plan, Problem
-from dsv4_compile.kernels.linear.tuning import LIMITS
 
 __all__ = ["Group", "choose", "composed", "fake", "known_as", "run", "run_as", "run_plan"]
 

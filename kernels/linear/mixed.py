@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from dsv4_compile.kernels.linear import grouped, products
+from dsv4_compile.kernels.linear.buckets import LIMITS
 from dsv4_compile.kernels.linear.products import Scaled
 from dsv4_compile.kernels.linear.strategies import Low, Plan
-from dsv4_compile.kernels.linear.tuning import LIMITS
 
 __all__ = ["composed", "fake", "run", "run_as"]
 

@@ -57,7 +57,8 @@ def grouped_linear(
 
     The ways (`strategies.STRATEGIES`): one product for each weight, in turn or on several streams; one product for each
     run of weights of one dtype that lie one behind the other in memory (`packing.pack`), in turn or on several streams;
-    up to 64 tokens on CUDA a kernel that reads the weights of a dtype wherever they lie (`skinny`).
+    up to 512 tokens on CUDA, if that is one product, other algorithms for it than that of `torch.mm` (`proposals`); up
+    to 64 tokens on CUDA a kernel that reads the weights of a dtype wherever they lie (`skinny`).
     Which one runs is measured once on the card for each range of row counts and kept (`tuning.py`). Where nothing is
     measured - a CPU, a capture, `DSV4_TUNE=0` - it is `strategies.default`. Where the weights lie is looked up in every
     call.

@@ -6,6 +6,7 @@
     streams          current stream:  b        side 1:  a        side 2:  c, d
     pack             current stream:  abc, d
     pack+streams     current stream:  abc      side 1:  d
+    pack: ...        current stream:  abc, nothing besides            up to 512 tokens (`proposals`)
     skinny: ...      current stream:  abc wherever they lie, d        up to 64 tokens (`skinny`)
 
 A group may have float8 weights besides, at its end, each with a float8 input and scales of its own (`Scaled`): in torch
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 
 from dsv4_compile.kernels import streams as auxiliary
-from dsv4_compile.kernels.linear import products, skinny
+from dsv4_compile.kernels.linear import products, proposals, skinny
 from dsv4_compile.kernels.linear.products import Scaled
 
 __all__ = [
@@ -145,6 +146,14 @@ STRATEGIES: dict[str, Strategy] = {
     "streams": Strategy(forks=True),
     "pack": Strategy(packed=True),
     "pack+streams": Strategy(packed=True, forks=True),
+    **{
+        f"pack: proposal {which + 1}": Strategy(
+            packed=True,
+            multiply=functools.partial(proposals.multiply, which),
+            serves=functools.partial(proposals.serves, which),
+        )
+        for which in range(proposals.MOST)
+    },
     **{
         f"skinny: {name}": Strategy(
             gather=functools.partial(skinny.multiply, plan, known=True), serves=functools.partial(skinny.serves, plan)

@@ -15,7 +15,6 @@ import hashlib
 import logging
 import math
 import time
-from bisect import bisect_left
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +24,13 @@ from filelock import BaseFileLock
 from dsv4_compile.kernels.choice.chooser import Chooser, warn
 from dsv4_compile.kernels.choice.store import Store, label
 from dsv4_compile.kernels.linear import strategies, timing
+from dsv4_compile.kernels.linear.buckets import LIMITS, bucket_of, counts_of
 from dsv4_compile.kernels.linear.strategies import Card, Problem
 
-__all__ = ["LIMITS", "card_of", "choices", "counts_of", "forget", "strategy", "warmup"]
+__all__ = ["card_of", "choices", "forget", "strategy", "warmup"]
 
 logger = logging.getLogger("dsv4_compile.kernels")
 
-LIMITS: tuple[float, ...] = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, math.inf)
-"""One way serves all token counts of a bucket: those up to its limit and above the one before."""
-MANY = 8192  # tokens at which the last bucket is timed
 SCHEMA = 1
 
 Times = dict[str, float]
@@ -109,17 +106,6 @@ def _search(problem: Problem, bucket: float, index: int) -> Times:
 
 def _listed(times: Times) -> str:
     return ", ".join(f"{name} {took:.1f} us" for name, took in sorted(times.items(), key=lambda item: item[1]))
-
-
-def bucket_of(tokens: int) -> float:
-    """The limit of the bucket of `tokens`."""
-    return LIMITS[bisect_left(LIMITS, tokens)]
-
-
-def counts_of(bucket: float) -> range:
-    """The token counts of the bucket with this limit, of the last bucket those up to where it is timed."""
-    before = max((limit for limit in LIMITS if limit < bucket), default=0)
-    return range(int(before) + 1, MANY + 1 if bucket == math.inf else int(bucket) + 1)
 
 
 def warmup(max_tokens: int) -> int:

@@ -12,14 +12,14 @@ import torch
 from dsv4_compile.kernels import linear, streams
 from dsv4_compile.kernels.choice import replays
 from dsv4_compile.kernels.linear import grouped, packing, strategies, timing, tuning
+from dsv4_compile.kernels.linear.buckets import counts_of
 from dsv4_compile.kernels.linear.strategies import Problem
-from dsv4_compile.kernels.linear.tuning import counts_of
 from tests.kernels.test_grouped_tuning import sources, warnings
 
 pytestmark = pytest.mark.gpu
 
 BF16, F32 = torch.bfloat16, torch.float32
-OF_TORCH = [name for name, strategy in strategies.STRATEGIES.items() if strategy.gather is None]
+OF_TORCH = ["serial", "streams", "pack", "pack+streams"]
 
 
 @pytest.fixture(autouse=True)

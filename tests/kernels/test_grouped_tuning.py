@@ -20,8 +20,8 @@ import torch
 from dsv4_compile.kernels import linear
 from dsv4_compile.kernels.choice import chooser
 from dsv4_compile.kernels.linear import strategies, timing, tuning
+from dsv4_compile.kernels.linear.buckets import LIMITS, MANY, bucket_of, counts_of
 from dsv4_compile.kernels.linear.strategies import Card, Problem
-from dsv4_compile.kernels.linear.tuning import LIMITS, counts_of
 
 CARD = Card("NVIDIA H100 80GB HBM3", 132)
 BF16, F32 = torch.bfloat16, torch.float32
@@ -91,9 +91,9 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_every_token_count_is_in_one_bucket() -> None:
     covered = [tokens for bucket in LIMITS for tokens in counts_of(bucket)]
-    assert covered == list(range(1, tuning.MANY + 1))
-    assert all(tuning.bucket_of(tokens) == bucket for bucket in LIMITS for tokens in counts_of(bucket))
-    assert tuning.bucket_of(10**9) == math.inf and tuning.bucket_of(0) == 8
+    assert covered == list(range(1, MANY + 1))
+    assert all(bucket_of(tokens) == bucket for bucket in LIMITS for tokens in counts_of(bucket))
+    assert bucket_of(10**9) == math.inf and bucket_of(0) == 8
 
 
 def test_a_bucket_is_measured_once_and_the_fastest_runs(timer: Timer) -> None:
