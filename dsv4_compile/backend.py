@@ -27,7 +27,7 @@ from dsv4_compile.hook import HOOK, chained
 from dsv4_compile.kernels import environment
 from dsv4_compile.nested import watch
 from dsv4_compile.options import Options, disabled
-from dsv4_compile.passes.heads import HeadsPass
+from dsv4_compile.passes.attention import AttentionPass
 from dsv4_compile.passes.mhc import MhcPass
 from dsv4_compile.passes.pipeline import Collected, GraphPass, GraphPasses, collecting
 from dsv4_compile.passes.projections import ProjectionsPass
@@ -139,7 +139,7 @@ def graph_passes(options: Options) -> GraphPasses:
         chosen = (options.projections, options.num_streams, options.stream_max_tokens)
         passes.append(ProjectionsPass(*chosen, apart=options.split_ops))
     if options.attention != "off":
-        passes.append(HeadsPass())
+        passes.append(AttentionPass())
     settings = f"{dsv4_compile.__version__}/{options.fingerprint()}"
     observer = None if options.dump_dir is None else observe
     return GraphPasses(tuple(passes), settings, strict=options.strict, observe=observer)

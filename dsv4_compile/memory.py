@@ -21,7 +21,7 @@ from dsv4_compile.files import write_atomically
 from dsv4_compile.kernels.linear import packing
 from dsv4_compile.options import Options
 from dsv4_compile.passes.pipeline import Collected, source_hash
-from dsv4_compile.passes.sites import HeadSite, MhcSite, Missed, PassResult, ProjectionGroup
+from dsv4_compile.passes.sites import MhcSite, Missed, PassResult, ProjectionGroup, SharedOperand
 from dsv4_compile.report import GraphReport
 
 __all__ = ["key_of", "pack", "recall", "remember"]
@@ -80,7 +80,7 @@ def _result(record: Mapping[str, Any]) -> PassResult:
     return PassResult(
         mhc=tuple(MhcSite(**s) for s in record["mhc"]),
         projections=tuple(ProjectionGroup.from_dict({**g, "measured": ()}) for g in record["projections"]),
-        heads=tuple(HeadSite(**h) for h in record["heads"]),
+        attention=tuple(SharedOperand(**one) for one in record["attention"]),
         missed=tuple(Missed(**m) for m in record["missed"]),
         effective=tuple((e[0], e[1], e[2]) for e in record["effective"]),
         packs=tuple(tuple(int(i) for i in p) for p in record["packs"]),

@@ -17,13 +17,13 @@ from typing import Any
 from dsv4_compile.options import DISABLE_VARIABLE, OptionError, disabled
 from dsv4_compile.passes.sites import (
     BranchSite,
-    HeadSite,
     LinearInfo,
     MeasuredChoice,
     MhcSite,
     Missed,
     PassResult,
     ProjectionGroup,
+    SharedOperand,
 )
 
 __all__ = [
@@ -37,11 +37,11 @@ __all__ = [
     "choice_text",
     "form_text",
     "group_text",
-    "head_text",
     "mhc_text",
     "new_report",
     "report",
     "reports",
+    "shared_text",
     "summary",
 ]
 
@@ -100,7 +100,7 @@ class GraphReport:
     seconds: dict[str, float] = field(default_factory=dict)
     projections: list[ProjectionGroup] = field(default_factory=list)
     mhc: list[MhcSite] = field(default_factory=list)
-    heads: list[HeadSite] = field(default_factory=list)
+    attention: list[SharedOperand] = field(default_factory=list)
     missed: list[Missed] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
     branches: list[BranchSite] = field(default_factory=list)
@@ -120,7 +120,7 @@ class GraphReport:
         """Takes up what one pass did."""
         self.mhc += result.mhc
         self.projections += result.projections
-        self.heads += result.heads
+        self.attention += result.attention
         self.missed += result.missed
         self.streams = max([self.streams, *(linear.stream for g in result.projections for linear in g.linears)])
 
@@ -183,7 +183,7 @@ def _graph_lines(graph: GraphReport) -> list[str]:
     for group in graph.measured():
         lines.append(f"  projections at {group.site or '(root)'}: {group_text(group)}")
         lines += [f"    {choice_text(choice, group)}" for choice in group.measured]
-    lines += [f"  {head_text(site)}" for site in graph.heads]
+    lines += [f"  {shared_text(site)}" for site in graph.attention]
     lines += [f"  {branch_text(site)}" for site in graph.branches]
     lines += _pieces_lines(graph)
     lines += capture_lines(graph)
@@ -267,10 +267,12 @@ def group_text(group: ProjectionGroup) -> str:
     return f"{group.strategy} [{members}] ({group.reason})"
 
 
-def head_text(site: HeadSite) -> str:
+def shared_text(site: SharedOperand) -> str:
     """What a module's batched products no longer copy."""
     products = "a batched product reads" if site.products == 1 else f"{site.products} batched products read"
-    return f"shared operands at {site.site or '(unknown module)'}: {products} in place what was copied {site.times} times"
+    return (
+        f"shared operands at {site.site or '(unknown module)'}: {products} in place what was copied {site.times} times"
+    )
 
 
 def branch_text(site: BranchSite) -> str:

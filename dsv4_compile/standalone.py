@@ -13,7 +13,7 @@ from dsv4_compile.alone import IDENTITY, run_alone
 from dsv4_compile.dump.limit import limit
 from dsv4_compile.dump.writer import observe
 from dsv4_compile.options import OptionError, Options, disabled
-from dsv4_compile.passes.heads import HeadsPass
+from dsv4_compile.passes.attention import AttentionPass
 from dsv4_compile.passes.mhc import MhcPass
 from dsv4_compile.passes.pipeline import GraphPass, GraphPasses, is_collecting
 from dsv4_compile.passes.projections import ProjectionsPass
@@ -129,7 +129,7 @@ def _passes(options: Options) -> tuple[GraphPass, ...]:
         settings = (options.projections, options.num_streams, options.stream_max_tokens)
         passes.append(ProjectionsPass(*settings, pack=False, apart=options.split_ops))
     if options.attention != "off":
-        passes.append(HeadsPass())
+        passes.append(AttentionPass())
     return tuple(passes)
 
 

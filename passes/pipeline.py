@@ -28,9 +28,6 @@ from dsv4_compile.passes.sites import Missed, PassResult
 
 __all__ = ["Collected", "GraphPass", "GraphPasses", "PassError", "collecting", "is_collecting", "source_hash"]
 
-_KINDS: dict[str, Literal["projections", "attention"]] = {"projections": "projections", "heads": "attention"}
-"""What passes of other names than mHC's look for, as a report calls it."""
-
 logger = logging.getLogger("dsv4_compile.passes")
 
 
@@ -198,7 +195,12 @@ class GraphPasses:
             logger.warning("The pass %s was skipped: %s", graph_pass.name, brief)
             logger.debug("The pass %s failed", graph_pass.name, exc_info=True)
             _restore(graph, before)
-            return PassResult(missed=(Missed(_KINDS.get(graph_pass.name, "mhc"), "", f"the pass failed and was skipped: {brief}"),))
+            return PassResult(missed=(Missed(_kind(graph_pass.name), "", f"the pass failed and was skipped: {brief}"),))
+
+
+def _kind(name: str) -> Literal["mhc", "projections", "attention"]:
+    """What the pass of this name looks for."""
+    return "projections" if name == "projections" else "attention" if name == "attention" else "mhc"
 
 
 def _is_symbolic(node: Node) -> bool:

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 __all__ = [
     "Branch",
     "BranchSite",
-    "HeadSite",
     "LinearInfo",
     "MeasuredChoice",
     "MhcSite",
     "Missed",
     "PassResult",
     "ProjectionGroup",
+    "SharedOperand",
     "module_path",
     "source_line",
     "source_location",
@@ -117,7 +117,7 @@ class BranchSite:
 
 
 @dataclass(frozen=True)
-class HeadSite:
+class SharedOperand:
     """Batched products of a module that read each matrix once where it was copied `times` times: for heads that share
     it, or for sequences. `products` is how many."""
 
@@ -164,7 +164,7 @@ class PassResult:
 
     mhc: tuple[MhcSite, ...] = ()
     projections: tuple[ProjectionGroup, ...] = ()
-    heads: tuple[HeadSite, ...] = ()
+    attention: tuple[SharedOperand, ...] = ()
     missed: tuple[Missed, ...] = ()
     effective: tuple[tuple[str, str, str], ...] = ()
     """(option, value, reason) where something else runs than was asked for."""

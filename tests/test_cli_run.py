@@ -63,7 +63,7 @@ def test_run_leaves_other_options_of_the_environment_and_takes_a_limit(script, t
     done = command("run", "--dump-dir", tmp_path / "dump", "--limit", "1K", script)
     assert done.returncode == 0, done.stderr
     (graph,) = read(tmp_path / "dump").graphs
-    assert graph.passes == ["projections"]
+    assert graph.passes == ["projections", "attention"]
     assert graph.run.index.limit == 1000 and graph.run.index.left_out
 
 

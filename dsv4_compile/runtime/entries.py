@@ -10,9 +10,9 @@ import torch
 
 from dsv4_compile.runtime.direct import OperatorCall
 from dsv4_compile.runtime.program import Step, run_step
-from dsv4_compile.runtime.recorder import Inlets, Recording
+from dsv4_compile.runtime.recorder import Inlets, Layout, Recording, RecordingError
 
-__all__ = ["Call", "Direct", "Entrance", "Segment", "fill", "filled", "is_like"]
+__all__ = ["Call", "Direct", "Entrance", "Segment", "fill", "filled", "is_like", "owned"]
 
 
 @dataclass
@@ -115,6 +115,20 @@ def filled(buffer: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """The content of `source` in a new tensor that lies like `buffer`."""
     made = torch.empty_like(buffer)
     fill(made, source)
+    return made
+
+
+def owned(result: torch.Tensor) -> torch.Tensor:
+    """`result` in memory of its own, with its strides: who looks at them, as Dynamo's guards do, sees no replay."""
+    if result.is_contiguous():
+        made = result.clone()
+        if made.stride() == result.stride():  # those of axes of one element may be anything
+            return made
+    try:
+        made, once = Layout.of(result).buffer()
+    except RecordingError:  # no tensor of its own lies like this
+        return result.clone()
+    once.copy_(_once(result, once))
     return made
 
 

@@ -75,7 +75,7 @@ class Layout:
                 raise RecordingError("an input has elements that share memory")
             reach = stride * size
         base = torch.empty_strided(once, self.stride, dtype=self.dtype, device=self.device)
-        return base.expand(self.shape), base
+        return base if once == self.shape else base.expand(self.shape), base
 
 
 @dataclass(frozen=True)

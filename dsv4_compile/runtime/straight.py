@@ -21,7 +21,7 @@ from typing import Any
 from torch._C._dynamo.guards import assert_size_stride
 
 from dsv4_compile.runtime.direct import call_text
-from dsv4_compile.runtime.entries import Direct, Segment, fill, filled
+from dsv4_compile.runtime.entries import Direct, Segment, fill, filled, owned
 from dsv4_compile.runtime.program import Program
 
 __all__ = ["straight"]
@@ -35,7 +35,7 @@ def straight(program: Program, entries: Sequence[Entry], lent: Iterable[int]) ->
     Args:
         lent: places of results that are copied for the caller.
     """
-    writer = _Writer({"fill": fill, "filled": filled, "check": assert_size_stride})
+    writer = _Writer({"fill": fill, "filled": filled, "owned": owned, "check": assert_size_stride})
     checked = _needing_a_check(program, entries)
     for number, entry in enumerate(entries):
         if isinstance(entry, Segment) and not entry.off:
@@ -45,7 +45,7 @@ def straight(program: Program, entries: Sequence[Entry], lent: Iterable[int]) ->
         else:
             writer.add(f"{writer.name(f'entry_{number}', entry)}(values)")
     for place in lent:
-        writer.add(f"values[{place}] = values[{place}].clone()")
+        writer.add(f"values[{place}] = owned(values[{place}])")
     results = (
         f"values[{place}]" if place is not None else writer.name(f"constant_{i}", constant)
         for i, (place, constant) in enumerate(program.results)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from dsv4_compile.runtime.entries import Call, Direct, Entrance, Segment
+from dsv4_compile.runtime.entries import Call, Direct, Entrance, Segment, owned
 from dsv4_compile.runtime.program import Program, Step, finish, run_step
 from dsv4_compile.runtime.recorder import (
     Inlets,
@@ -104,7 +104,7 @@ class Tape:
     def results(self, program: Program, values: list[Any]) -> list[Any]:
         """Those of a call whose entries have run; none of them lies in the pool."""
         for place in self.lent:
-            values[place] = values[place].clone()
+            values[place] = owned(values[place])
         return finish(program, values)
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
+from torch import Tensor
 
 from dsv4_compile.report import CudaGraphs
 from dsv4_compile.runtime.program import Code, Program, Step
@@ -21,3 +25,30 @@ def test_a_view_that_was_empty_when_recorded_is_copied_for_the_caller() -> None:
     got = [run([x, n])[0] for x, n in zip(given, lengths, strict=True)]
     torch.testing.assert_close(got, [x[:n] * 2 + 1 for x, n in zip(given, lengths, strict=True)])
     assert run.report.replays == 3
+
+
+@pytest.mark.parametrize(
+    "lay",
+    [
+        pytest.param(lambda x: x[:, 1:], id="rows of a wider matrix"),
+        pytest.param(lambda x: x[:1, 1:], id="one row of it"),
+        pytest.param(lambda x: x.t(), id="turned"),
+        pytest.param(lambda x: x[:, :1].expand(-1, 5), id="expanded"),
+        pytest.param(lambda x: x[:0, 1:], id="nothing"),
+        pytest.param(lambda x: x.as_strided((2, 3), (1, 1)), id="overlapping"),
+    ],
+)
+@pytest.mark.parametrize("own", [False, True])
+def test_a_result_lies_as_it_did_when_nothing_was_replayed(lay: Callable[..., Tensor], own: bool) -> None:
+    """Dynamo guards on strides of what is handed in again: another one than before would be another graph."""
+    steps = (Step("made", Code(lambda given: [lay(given[0] * 2 + 1)]), (0,), (1,), (1,)),)
+    recorder = FakeRecorder()
+    recorder.is_here = own
+    run = Runner(Program(steps, 2, (), (), ((1, None),)), recorder, Policy(), CudaGraphs())
+    given = [torch.randn(3, 4) for _ in range(3)]
+    got = [run([x])[0] for x in given]
+    assert run.report.replays == 2
+    for x, result in zip(given, got, strict=True):
+        assert torch.equal(result, lay(x * 2 + 1))
+    laid = {result.stride() for result in got}
+    assert len(laid) == 1 or got[0].stride() == (1, 1)

@@ -27,9 +27,9 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from dsv4_compile.passes.emission import call
 from dsv4_compile.passes.hoisting import may_write
 from dsv4_compile.passes.region import CAST, RESHAPE, aten, packet, packets, shape, value
-from dsv4_compile.passes.sites import HeadSite, PassResult, module_path
+from dsv4_compile.passes.sites import PassResult, SharedOperand, module_path
 
-__all__ = ["HeadsPass"]
+__all__ = ["AttentionPass"]
 
 Size = int | torch.SymInt
 
@@ -48,10 +48,10 @@ class _Factor:
 Axes = list[list[_Factor]]
 
 
-class HeadsPass:
+class AttentionPass:
     """Multiplies what heads or sequences share once for all of them. See the module."""
 
-    name = "heads"
+    name = "attention"
 
     def __call__(self, graph: Graph) -> PassResult:
         order = {node: i for i, node in enumerate(graph.nodes)}
@@ -63,7 +63,7 @@ class HeadsPass:
                 continue
             if _rewrite(graph, product, shared, order):
                 found[module_path(product), shared.times] += 1
-        return PassResult(heads=tuple(HeadSite(site, times, count) for (site, times), count in found.items()))
+        return PassResult(attention=tuple(SharedOperand(site, times, count) for (site, times), count in found.items()))
 
     def uuid(self) -> str:
         return self.name

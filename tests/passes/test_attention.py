@@ -14,8 +14,8 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import dsv4_compile
-from dsv4_compile.passes.heads import HeadsPass
-from dsv4_compile.passes.sites import HeadSite, PassResult
+from dsv4_compile.passes.attention import AttentionPass
+from dsv4_compile.passes.sites import PassResult, SharedOperand
 from tests.models import CSA, SLIDING, deepseek
 
 HEADS = 4
@@ -29,13 +29,13 @@ def traced(run: Callable[..., Any], *inputs: Tensor, sizes: str = "fake") -> Gra
 def rewritten(run: Callable[..., Any], *inputs: Tensor, sizes: str = "fake") -> tuple[GraphModule, PassResult]:
     """The graph behind the pass, with the results of `run`."""
     gm = traced(run, *inputs, sizes=sizes)
-    result = HeadsPass()(gm.graph)
+    result = AttentionPass()(gm.graph)
     gm.graph.lint()
     gm.recompile()
     got, expected = gm(*inputs), run(*inputs)
     assert got.shape == expected.shape and got.dtype == expected.dtype and got.stride() == expected.stride()
     assert torch.allclose(got, expected, rtol=1e-12 if got.dtype == torch.float64 else 1e-5, atol=1e-12)
-    assert HeadsPass()(gm.graph) == PassResult()
+    assert AttentionPass()(gm.graph) == PassResult()
     return gm, result
 
 
@@ -87,7 +87,7 @@ def test_one_head_of_keys_is_not_copied(attention: Callable[..., Tensor], batch:
         return attention(q.view(batch, HEADS, rows, 6), kv)  # the heads are a number, the length may be a symbol
 
     gm, result = rewritten(run, q, kv, sizes=sizes)
-    assert [(site.times, site.products) for site in result.heads] == [(HEADS, 2)]
+    assert [(site.times, site.products) for site in result.attention] == [(HEADS, 2)]
     if sizes == "fake":
         folded = HEADS * rows
         assert products(gm) == [([batch, folded, 6], [batch, 6, 5]), ([batch, folded, 5], [batch, 5, 6])]
@@ -96,21 +96,23 @@ def test_one_head_of_keys_is_not_copied(attention: Callable[..., Tensor], batch:
 
 def test_groups_of_heads_keep_a_head_of_keys_each() -> None:
     gm, result = rewritten(of_transformers, normal(2, 6, 3, 8), normal(2, 2, 5, 8))
-    assert [(site.times, site.products) for site in result.heads] == [(3, 2)]
+    assert [(site.times, site.products) for site in result.attention] == [(3, 2)]
     assert products(gm) == [([4, 9, 8], [4, 8, 5]), ([4, 9, 5], [4, 5, 8])]
 
 
 def test_a_matrix_repeated_for_each_sequence_is_not_copied() -> None:
     gm, result = rewritten(lambda x, w: torch.bmm(x, w.expand(3, -1, -1)), normal(3, 4, 5), normal(5, 2))
     assert products(gm) == [([1, 12, 5], [1, 5, 2])]
-    assert [site.times for site in result.heads] == [3]
+    assert [site.times for site in result.attention] == [3]
 
 
 @pytest.mark.parametrize(
     "run",
     [
         pytest.param(lambda q, kv: q.flatten(0, 1) @ kv.expand(-1, 4, -1, -1).flatten(0, 1).mT, id="found"),
-        pytest.param(lambda q, kv: q.flatten(0, 1) @ kv.expand(2, 4, 5, 6).transpose(0, 1).flatten(0, 1).mT, id="turned"),
+        pytest.param(
+            lambda q, kv: q.flatten(0, 1) @ kv.expand(2, 4, 5, 6).transpose(0, 1).flatten(0, 1).mT, id="turned"
+        ),
         pytest.param(lambda q, kv: q[:, 0] @ kv[:, 0, :1].expand(-1, 7, -1).mT, id="columns repeated"),
         pytest.param(lambda q, kv: q[:, 0, :, :1].expand(-1, -1, 6) @ kv[:, 0].mT, id="first operand"),
         pytest.param(lambda q, kv: q.flatten(0, 1) @ kv[:, :, :1, :1].expand(2, 4, 6, 5).flatten(0, 1), id="a number"),
@@ -119,7 +121,7 @@ def test_a_matrix_repeated_for_each_sequence_is_not_copied() -> None:
 )
 def test_only_repetitions_that_come_last_in_the_batch_count(run: Callable[..., Tensor], request: Any) -> None:
     _, result = rewritten(run, normal(2, 4, 3, 6), normal(2, 1, 5, 6))
-    assert bool(result.heads) == (request.node.callspec.id == "found")
+    assert bool(result.attention) == (request.node.callspec.id == "found")
 
 
 def test_what_is_written_meanwhile_is_left() -> None:
@@ -136,7 +138,7 @@ def test_what_is_written_meanwhile_is_left() -> None:
 def test_no_tokens_and_no_keys() -> None:
     for q, kv in ((normal(2, 4, 0, 6), normal(2, 1, 5, 6)), (normal(2, 4, 3, 6), normal(2, 1, 0, 6))):
         _, result = rewritten(lambda q, kv: torch.matmul(q, kv.mT), q, kv)
-        assert len(result.heads) == 1
+        assert len(result.attention) == 1
 
 
 Step = tuple[str, int, int]
@@ -177,7 +179,7 @@ def test_random_views_of_an_operand(sizes: list[int], steps: list[Step], rows: i
     operand = moved(source, steps)
     left = normal(operand.shape[0], rows, operand.shape[1])
     gm, result = rewritten(lambda left, source: torch.bmm(left, moved(source, steps)), left, source)
-    for site in result.heads:
+    for site in result.attention:
         assert site.times > 1 and products(gm)[0][1][0] * site.times == operand.shape[0]
 
 
@@ -185,7 +187,7 @@ def test_random_views_do_find_repetitions() -> None:
     """The test above would pass if nothing were ever found."""
     steps = [("unsqueeze", 1, 0), ("expand", 1, 1), ("clone", 0, 0)]
     _, result = rewritten(lambda left, x: torch.bmm(left, moved(x, steps)), normal(6, 2, 4), normal(2, 4, 5))
-    assert result == PassResult(heads=(HeadSite("", 3, 1),))
+    assert result == PassResult(attention=(SharedOperand("", 3, 1),))
 
 
 @pytest.mark.parametrize("attention", ["auto", "off"])
@@ -200,12 +202,12 @@ def test_the_real_model(attention: str) -> None:
     assert torch.allclose(got, expected, atol=1e-5)
     report = dsv4_compile.report()
     (graph,) = report.graphs
-    per_layer = {site.site: (site.times, site.products) for site in graph.heads if site.site.endswith("self_attn")}
+    per_layer = {site.site: (site.times, site.products) for site in graph.attention if site.site.endswith("self_attn")}
     layers = [f"model.layers.{i}.self_attn" for i in range(3)]
     assert per_layer == ({} if attention == "off" else dict.fromkeys(layers, (4, 2)))
     told = "shared operands at model.layers.0.self_attn: 2 batched products read in place what was copied 4 times"
     assert (told in str(report)) == (attention == "auto")
-    assert len(report.to_dict()["graphs"][0]["heads"]) == len(graph.heads)
+    assert len(report.to_dict()["graphs"][0]["attention"]) == len(graph.attention)
 
 
 def test_a_grown_cache_under_inductor() -> None:
@@ -225,4 +227,4 @@ def test_a_grown_cache_under_inductor() -> None:
         got = tokens(torch.compile(model, backend="dsv4"))
     for a, b in zip(got, expected, strict=True):
         assert torch.allclose(a, b, atol=1e-5)
-    assert all(graph.heads for graph in dsv4_compile.report().graphs)
+    assert all(graph.attention for graph in dsv4_compile.report().graphs)
