@@ -56,8 +56,13 @@ class StaticDeepseekV4Cache(Cache):
             attention_mask: `[B, tokens so far]`, 0 where a prompt is padded; then steps need `position_ids`, too.
 
         Raises:
-            ValueError: `cache` is empty, of another model, or longer than `max_length`.
+            ValueError: `cache` is none of transformers' for DeepSeek-V4, empty, of another model, or longer than
+                `max_length`, or that is no number.
         """
+        if not isinstance(cache, DynamicCache):
+            raise ValueError(f"A static cache is made from a DynamicCache that has seen a prompt, not from {cache!r}.")
+        if not isinstance(max_length, int):
+            raise ValueError(f"max_length must be a number of tokens, and it is {max_length!r}.")
         config = getattr(model, "config", model)
         length = int(cache.get_seq_length())
         kinds = list(getattr(config, "layer_types", ()))
@@ -71,6 +76,8 @@ class StaticDeepseekV4Cache(Cache):
         layers = [
             _layer(layer, kind, config, max_length, absent) for layer, kind in zip(cache.layers, kinds, strict=True)
         ]
+        for one in layers:
+            one.config = config
         made = cls(layers=layers)
         made.config = config
         return made
@@ -101,6 +108,8 @@ class _Window(CacheLayerMixin):
 
     is_compileable = True
     is_sliding = True
+    config: Any
+    """Of the model that it belongs to."""
 
     def __init__(self, layer: Any, window: int, max_length: int, absent: Tensor | None):
         super().__init__()
@@ -121,8 +130,11 @@ class _Window(CacheLayerMixin):
         """Takes the keys of one token, `[B, 1, 1, D]`; returns the window.
 
         Raises:
-            ValueError: more than one token.
+            ValueError: more than one token, or other sequences than those of the prompt.
         """
+        if key_states.shape[0] != self.keys.shape[0]:
+            rows, known = key_states.shape[0], self.keys.shape[0]
+            raise ValueError(f"The cache has {known} sequences, and a step came with tokens of {rows}.")
         if key_states.shape[2] != 1:
             raise ValueError(f"A static cache takes one token at a time, not {key_states.shape[2]}; see to_dynamic().")
         key = torch.where(self.length < self.max_length, key_states, float("nan"))
@@ -135,7 +147,17 @@ class _Window(CacheLayerMixin):
         return self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length of the window, and the mark of a static cache."""
+        """Length of the window, and the mark of a static cache.
+
+        Raises:
+            ValueError: the model's attention does not know the marked places, and would multiply them.
+        """
+        attention = getattr(self.config, "_attn_implementation", None)
+        if attention != ATTENTION:
+            raise ValueError(
+                "With a static cache the model needs model.set_attn_implementation(dsv4_compile.huggingface.ATTENTION), "
+                f"and its attention is {attention!r}."
+            )
         return self.window, _STATIC
 
     def get_max_length(self) -> int:

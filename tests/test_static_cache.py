@@ -156,8 +156,29 @@ def test_what_is_no_cache_of_the_model_is_refused(model: nn.Module) -> None:
         StaticDeepseekV4Cache.of(DynamicCache(config=model.config), model, 20)
     with pytest.raises(ValueError, match="holds 6 tokens"):
         StaticDeepseekV4Cache.of(prompted(model, ids), model, 6)
+    with pytest.raises(ValueError, match="not from None"):
+        StaticDeepseekV4Cache.of(None, model, 20)
+    with pytest.raises(ValueError, match="a number of tokens, and it is '40'"):
+        StaticDeepseekV4Cache.of(prompted(model, ids), model, "40")
     with pytest.raises(ValueError, match="not one of this DeepSeek-V4"):
         StaticDeepseekV4Cache.of(prompted(model, ids), deepseek((SLIDING,), iters=2), 20)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_another_attention_is_refused(model: nn.Module, compiled: bool) -> None:
+    """It would multiply the places that hold nothing, and give NaN."""
+    ids = tokens(model, 8)
+    static = StaticDeepseekV4Cache.of(prompted(model, ids[:, :6]), model, 20)
+    step = torch.compile(model, backend="dsv4", options={"compiler": "eager"}) if compiled else model
+    with pytest.raises(Exception, match=r"set_attn_implementation.*its attention is 'eager'"):
+        step(ids[:, 6:7], past_key_values=static)
+    assert torch.isfinite(steps(model, ids[:, 6:7], static)).all()
+
+
+def test_other_sequences_are_refused(model: nn.Module) -> None:
+    static = StaticDeepseekV4Cache.of(prompted(model, tokens(model, 6, rows=2)), model, 20)
+    with pytest.raises(ValueError, match="has 2 sequences, and a step came with tokens of 1"):
+        steps(model, tokens(model, 1), static)
 
 
 def test_the_attention_of_the_static_cache_serves_the_other_one_as_well(model: nn.Module) -> None:
