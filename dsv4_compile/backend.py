@@ -380,9 +380,10 @@ def _enforce(
     matched = {
         "mhc": any(g.mhc for g in report.graphs),
         "projections": any(g.projections for g in report.graphs),
+        "attention": any(g.attention for g in report.graphs),
     }
-    asked = [o for o in matched if getattr(options, o) != "off"]
-    named = [o for o in asked if o in options.explicit]
+    asked = [o for o in ("mhc", "projections") if getattr(options, o) != "off"]
+    named = [o for o in matched if o in options.explicit and getattr(options, o) != "off"]
     failed = [o for o in named if not matched[o]] or (asked if asked and not any(matched[o] for o in asked) else [])
     if failed:
         raise StrictError(f"Graph {graph.id} ({graph.nodes} nodes): {' and '.join(failed)} matched nothing.")

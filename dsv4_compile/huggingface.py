@@ -155,8 +155,8 @@ class _Window(CacheLayerMixin):
         attention = getattr(self.config, "_attn_implementation", None)
         if attention != ATTENTION:
             raise ValueError(
-                "With a static cache the model needs model.set_attn_implementation(dsv4_compile.huggingface.ATTENTION), "
-                f"and its attention is {attention!r}."
+                "A static cache needs model.set_attn_implementation(dsv4_compile.huggingface.ATTENTION), and the "
+                f"model's attention is {attention!r}."
             )
         return self.window, _STATIC
 

@@ -183,7 +183,8 @@ def _graph_lines(graph: GraphReport) -> list[str]:
     for group in graph.measured():
         lines.append(f"  projections at {group.site or '(root)'}: {group_text(group)}")
         lines += [f"    {choice_text(choice, group)}" for choice in group.measured]
-    lines += [f"  {shared_text(site)}" for site in graph.attention]
+    for shared in graph.attention:
+        lines.append(f"  shared operands at {shared.site or '(unknown module)'}: {shared_text(shared)}")
     lines += [f"  {branch_text(site)}" for site in graph.branches]
     lines += _pieces_lines(graph)
     lines += capture_lines(graph)
@@ -200,7 +201,7 @@ def _place(missed: Missed) -> str:
 def _nothing_matched(graph: GraphReport) -> bool:
     """Whether the passes have looked and found nothing, not even a place that looked like a site."""
     is_unseen = any(note.startswith(_UNSEEN) for note in graph.notes)
-    return not (graph.mhc or graph.projections or graph.missed or is_unseen)
+    return not (graph.mhc or graph.projections or graph.attention or graph.missed or is_unseen)
 
 
 def _pieces_lines(graph: GraphReport) -> list[str]:
@@ -238,6 +239,7 @@ def summary(graph: GraphReport) -> str:
         f"{n} x mhc {form} ({kernel})" for (form, kernel), n in _counts((form_text(s), s.kernel) for s in graph.mhc)
     ]
     what += [f"{n} x projections ({strategy})" for strategy, n in _counts(g.strategy for g in graph.projections)]
+    what += [f"{sum(site.products for site in graph.attention)} x shared operands"] * bool(graph.attention)
     what += [f"{n} missed ({reason})" for reason, n in _counts(m.reason for m in graph.missed)]
     what += ["nothing matched"] * _nothing_matched(graph)
     return f"graph of {graph.nodes} nodes: {', '.join([*what, *graph.notes])}"
@@ -270,9 +272,7 @@ def group_text(group: ProjectionGroup) -> str:
 def shared_text(site: SharedOperand) -> str:
     """What a module's batched products no longer copy."""
     products = "a batched product reads" if site.products == 1 else f"{site.products} batched products read"
-    return (
-        f"shared operands at {site.site or '(unknown module)'}: {products} in place what was copied {site.times} times"
-    )
+    return f"{products} in place what was copied {site.times} times"
 
 
 def branch_text(site: BranchSite) -> str:

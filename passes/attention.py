@@ -9,25 +9,27 @@ of heads (grouped-query attention) and matrices repeated for each sequence are t
 
 What repeats is read off the chain of views, copies and casts between the operand and where its numbers were made: each
 axis is followed as a list of factors, and those that an `expand` adds hold the same numbers over and over.
+
+Two products with a softmax between them and no more are what Inductor makes flash attention of. They are left to it.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 
 from dsv4_compile.passes.emission import call
 from dsv4_compile.passes.hoisting import may_write
-from dsv4_compile.passes.region import CAST, RESHAPE, aten, packet, packets, shape, value
-from dsv4_compile.passes.sites import PassResult, SharedOperand, module_path
+from dsv4_compile.passes.region import CAST, POINTWISE, REDUCTION, RESHAPE, VIEW, aten, packet, packets, shape, value
+from dsv4_compile.passes.sites import Missed, PassResult, SharedOperand, module_path, source_location
 
 __all__ = ["AttentionPass"]
 
@@ -35,6 +37,13 @@ Size = int | torch.SymInt
 
 _SAME = packets("clone alias detach lift_fresh_copy") | CAST
 _FOLLOWED = _SAME | RESHAPE | packets("permute transpose t expand unsqueeze squeeze")
+_SOFTMAX = packets("exp _softmax _safe_softmax softmax")
+_BETWEEN = POINTWISE | REDUCTION | VIEW | CAST
+_BETWEEN = _BETWEEN | packets("clone expand permute transpose where masked_fill native_dropout")
+"""What Inductor's patterns of attention have between the products."""
+_LEFT = "two products with only a softmax between them are left to Inductor, which makes flash attention of them"
+_DATA = "its sizes depend on data, and Inductor multiplies such matrices where they are contiguous only"
+_MOST_STEPS = 64
 
 
 @dataclass(frozen=True)
@@ -55,15 +64,25 @@ class AttentionPass:
 
     def __call__(self, graph: Graph) -> PassResult:
         order = {node: i for i, node in enumerate(graph.nodes)}
-        writes = [order[node] for node in graph.nodes if may_write(node)]
-        found: Counter[tuple[str, int]] = Counter()
+        writes = [order[node] for node in graph.nodes if _may_write(node)]
+        of_inductor = _pairs(graph)
+        found: dict[tuple[str, int], list[Node]] = {}
+        missed: dict[Missed, None] = {}
         for product in graph.find_nodes(op="call_function", target=aten.bmm.default):
             shared = _shared(product)
             if shared is None or any(order[shared.source] < at < order[product] for at in writes):
                 continue
-            if _rewrite(graph, product, shared, order):
-                found[module_path(product), shared.times] += 1
-        return PassResult(attention=tuple(SharedOperand(site, times, count) for (site, times), count in found.items()))
+            site = module_path(product)
+            sizes = (*(shape(shared.source) or ()), *(shape(product) or ()))
+            reason = _LEFT if product in of_inductor else _DATA if free_unbacked_symbols(sizes) else None
+            if reason is not None:
+                missed[Missed("attention", site, reason, source_location(product))] = None
+                continue
+            found.setdefault((site, shared.times), []).append(_rewrite(graph, product, shared, order))
+        places = tuple(
+            SharedOperand(site, times, len(made), source_location(made[0])) for (site, times), made in found.items()
+        )
+        return PassResult(attention=places, missed=tuple(missed))
 
     def uuid(self) -> str:
         return self.name
@@ -84,9 +103,31 @@ class _Shared:
     times: int
 
 
+def _may_write(node: Node) -> bool:
+    return may_write(node) or isinstance(node.target, torch._ops.HigherOrderOperator)
+
+
+def _pairs(graph: Graph) -> set[Node]:
+    """Products whose scores go through a softmax, and through nothing that is not done to each, into another."""
+    found: set[Node] = set()
+    for product in graph.find_nodes(op="call_function", target=aten.bmm.default):
+        seen, rest, is_softmax = {product}, [product], False
+        while rest and len(seen) < _MOST_STEPS:
+            node = rest.pop()
+            is_softmax |= packet(node) in _SOFTMAX
+            for user in node.users:
+                if packet(user) is aten.bmm and user.args[0] in seen:
+                    found |= {product, user} if is_softmax else set()
+                elif user not in seen and packet(user) in _BETWEEN:
+                    seen.add(user)
+                    rest.append(user)
+    return found
+
+
 def _shared(product: Node) -> _Shared | None:
-    operand = product.args[1]
-    assert isinstance(operand, Node)
+    operand = product.args[1] if len(product.args) == 2 else None
+    if not isinstance(operand, Node) or not isinstance(value(operand), torch.Tensor):
+        return None
     chain = list(_chain(operand))
     source = chain[-1]
     dims = shape(source)
@@ -100,7 +141,7 @@ def _shared(product: Node) -> _Shared | None:
     batch, rows, columns = axes
     own = [factor for factor in batch if factor.axis is not None]
     repeated = [factor.size for factor in batch if factor.axis is None]
-    if batch[: len(own)] != own or any(factor.axis is None for factor in (*rows, *columns)):
+    if any(factor.axis is None for factor in (*batch[: len(own)], *rows, *columns)):
         return None  # repetitions come last: each matrix `times` times in a row
     times = math.prod(size for size in repeated if isinstance(size, int))
     if times < 2 or not all(isinstance(size, int) for size in repeated):
@@ -121,6 +162,8 @@ def _chain(node: Node) -> Iterator[Node]:
         above = node.args[0] if node.args else None
         if packet(node) not in _FOLLOWED or not isinstance(above, Node) or not isinstance(value(above), torch.Tensor):
             return
+        if node.target is aten.view.dtype:  # other numbers
+            return
         if value(node).device != value(above).device:
             return
         node = above
@@ -132,13 +175,13 @@ def _is_one(size: Size) -> bool:
 
 def _followed(node: Node, axes: Axes) -> Axes | None:
     """The axes of `node`, given those of what it reads; None where a reshape goes through the middle of a factor."""
-    operator = packet(node)
-    if operator in _SAME:
+    target = packet(node)
+    if target in _SAME:
         return axes
     after = shape(node) or ()
-    if operator in (aten.permute, aten.transpose, aten.t):
+    if target in (aten.permute, aten.transpose, aten.t):
         return [axes[i] for i in _permutation(node, len(axes))]
-    if operator is aten.expand:
+    if target is aten.expand:
         wider: Axes = [[] for _ in range(len(after) - len(axes))] + axes
         return [
             [_Factor(size, None)] if not factors and not _is_one(size) else factors
@@ -174,66 +217,87 @@ def _regrouped(factors: list[_Factor], after: Sequence[Size]) -> Axes | None:
 # ------------------------------------------------------------------------------------------------------------ writing
 
 
-def _rewrite(graph: Graph, product: Node, shared: _Shared, order: dict[Node, int]) -> bool:
-    """Replaces `product`; False where a size that it takes is no value of the graph."""
-    left = product.args[0]
+def _rewrite(graph: Graph, product: Node, shared: _Shared, order: dict[Node, int]) -> Node:
+    """What takes the place of `product`."""
+    left, source = product.args[0], shared.source
     assert isinstance(left, Node)
-    sizes = shape(shared.source) or ()
-    count, rows, inner = shape(left) or ()
-    width = (shape(product) or ())[2]
-    batch = _product([sizes[axis] for axis in shared.batch])
-    known = _Sizes(graph, order, product)
-    to_left = known.all_but_one((batch, shared.times * rows, inner))
-    to_right = known.all_but_one((batch, inner, width))
-    back = known.all_but_one((count, rows, width))
-    if to_left is None or to_right is None or back is None:
-        return False
     with graph.inserting_before(product):
-        kept = (*shared.batch, *shared.rows, *shared.columns)
-        ones = tuple(axis for axis in range(len(sizes)) if axis not in kept)
-        right = call(graph, aten.permute.default, (shared.source, [*kept, *ones]), like=product)
-        right = call(graph, aten.reshape.default, (right, to_right), like=product)
+        sizes = _Sizes(graph, product, order)
+        count, rows, inner = (sizes.of(left, axis) for axis in range(3))
+        batch, depth, width = (sizes.over(source, part) for part in (shared.batch, shared.rows, shared.columns))
+        right = _matrices(graph, product, shared, [batch, depth, width])
         for dtype in shared.casts:
             right = call(graph, torch.ops.prims.convert_element_type.default, (right, dtype), like=product)
-        folded = call(graph, aten.reshape.default, (left, to_left), like=product)
-        made = call(graph, aten.bmm.default, (folded, right), like=product)
-        result = call(graph, aten.view.default, (made, back), like=product)
-    order |= dict.fromkeys((right, folded, made, result), order[product])
+        folded = [batch, sizes.times(rows, shared.times), inner]
+        rows_of_all = call(graph, aten.reshape.default, (left, folded), like=product)
+        made = call(graph, aten.bmm.default, (rows_of_all, right), like=product)
+        result = call(graph, aten.view.default, (made, [count, rows, width]), like=product)
+    order |= dict.fromkeys((right, rows_of_all, made, result), order[product])
     chain = list(_chain(product.args[1]))
     product.replace_all_uses_with(result)
     graph.erase_node(product)
     for node in chain[:-1]:
         if not node.users:
             graph.erase_node(node)
-    return True
+    return result
 
 
-def _product(sizes: Sequence[Size]) -> Size:
-    product: Size = 1
-    for size in sizes:
-        product = product * size
-    return product
+def _matrices(graph: Graph, product: Node, shared: _Shared, sizes: list[Any]) -> Node:
+    """The source as `[batch, K, N]`; by views alone where each of these is one axis of it or none."""
+    parts = (shared.batch, shared.rows, shared.columns)
+    kept = [axis for part in parts for axis in part]
+    rank = len(shape(shared.source) or ())
+    ones = [axis for axis in range(rank) if axis not in kept]
+    node = call(graph, aten.permute.default, (shared.source, [*kept, *ones]), like=product)
+    if any(len(part) > 1 for part in parts):
+        return call(graph, aten.reshape.default, (node, sizes), like=product)
+    if ones:
+        node = call(graph, aten.squeeze.dims, (node, [*range(len(kept), rank)]), like=product)
+    for axis, part in enumerate(parts):
+        if not part:
+            node = call(graph, aten.unsqueeze.default, (node, axis), like=product)
+    return node
 
 
 class _Sizes:
-    """Sizes as arguments: numbers, or values that the graph has before `product`."""
+    """Sizes as arguments: numbers, values that the graph has before `product`, or new ones at the insertion point."""
 
-    def __init__(self, graph: Graph, order: dict[Node, int], product: Node) -> None:
-        self.values = [
-            node
-            for node in graph.nodes
-            if isinstance(value(node), torch.SymInt) and order.get(node, len(order)) < order[product]
-        ]
+    def __init__(self, graph: Graph, product: Node, order: dict[Node, int]) -> None:
+        self.graph, self.order, self.place = graph, order, order[product]
+        self.known = [n for n, at in order.items() if at < self.place and isinstance(value(n), torch.SymInt)]
 
-    def all_but_one(self, sizes: Sequence[Size]) -> list[int | Node] | None:
-        """The sizes of a shape; one that the graph does not have is -1."""
-        found: list[int | Node] = []
-        for size in sizes:
-            there = size if isinstance(size, int) else self._value(size)
-            if there is None and -1 in found:
-                return None
-            found.append(-1 if there is None else there)
-        return found
+    def of(self, node: Node, axis: int) -> int | Node:
+        """Size of an axis."""
+        size = (shape(node) or ())[axis]
+        return size if isinstance(size, int) else self._value(size, aten.sym_size.int, (node, axis))
 
-    def _value(self, size: torch.SymInt) -> Node | None:
-        return next((node for node in self.values if statically_known_true(value(node) == size)), None)
+    def over(self, node: Node, axes: Sequence[int]) -> int | Node:
+        """Product of the sizes of axes."""
+        product: int | Node = 1
+        for axis in axes:
+            product = self.times(product, self.of(node, axis))
+        return product
+
+    def times(self, a: int | Node, b: int | Node) -> int | Node:
+        """Product of two sizes."""
+        if isinstance(a, int) and isinstance(b, int):
+            return a * b
+        if a == 1 or b == 1:
+            return b if a == 1 else a
+        size = _number(a) * _number(b)
+        return self._value(size, operator.mul, (a, b))
+
+    def _value(self, size: Any, target: Any, arguments: tuple[Any, ...]) -> Node:
+        """A node whose value is `size`, which a call of `target` is."""
+        for node in self.known:
+            if statically_known_true(value(node) == size):
+                return node
+        made = self.graph.call_function(target, arguments)
+        made.meta["val"], made.meta["dsv4_helper"] = size, True
+        self.order[made] = self.place
+        self.known.append(made)
+        return made
+
+
+def _number(size: int | Node) -> Any:
+    return size if isinstance(size, int) else value(size)

@@ -75,7 +75,9 @@ def reach(tensor: Tensor) -> int:
 def borrowed(tensor: Tensor) -> Tensor:
     """At the same address, without keeping the block."""
     made = torch.empty(0, dtype=tensor.dtype)
-    return made.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+    made.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+    made = made.conj() if tensor.is_conj() else made
+    return torch._neg_view(made) if tensor.is_neg() else made
 
 
 class _Taker(TorchDispatchMode):

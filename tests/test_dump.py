@@ -20,6 +20,7 @@ from dsv4_compile.dump import writer
 from dsv4_compile.dump.reader import DumpedGraph, DumpError, NoSuchError, read
 from dsv4_compile.dump.schema import SCHEMA, NodeRecord, printable
 from dsv4_compile.options import OptionError
+from dsv4_compile.passes.attention import AttentionPass
 from dsv4_compile.passes.mhc import MhcPass
 from dsv4_compile.passes.projections import ProjectionsPass
 from tests.spellings import Stack, hf_post, hf_pre
@@ -72,7 +73,7 @@ def stack_and_branches() -> nn.Module:
 def test_every_stage_is_there_as_text_and_as_data_with_its_operators_and_bytes(tmp_path):
     (graph,) = dump_of(stack_and_branches(), torch.randn(2, 3, 4, 64), tmp_path, projections="serial")
     stages = [stage.name for stage in graph.entry.stages]
-    assert stages == ["dynamo", "before", "mhc", "projections"]
+    assert stages == ["dynamo", "before", "mhc", "projections", "attention"]
     texts = {name: graph.listing(name) for name in stages}
     assert "<- dsv4" not in texts["before"].partition("def forward")[2]
     assert "dsv4.mhc_pre.default(" in texts["mhc"] and "dsv4.parallel_linear" not in texts["mhc"]
@@ -393,4 +394,4 @@ def test_printable_spells_out_what_moves_the_cursor():
 
 def test_the_order_of_the_passes_is_that_of_the_stages(tmp_path):
     (graph,) = dump_of(Branches(), torch.randn(3, 16), tmp_path)
-    assert graph.passes == [MhcPass().name, ProjectionsPass().name]
+    assert graph.passes == [MhcPass().name, ProjectionsPass().name, AttentionPass().name]

@@ -88,7 +88,7 @@ def test_stages_of_a_branch_have_its_name_and_do_not_replace_those_of_the_graph(
     names = [stage.name for stage in forked.entry.stages]
     assert len(set(names)) == len(names)
     assert {"true_graph_0/before", "true_graph_0/mhc", "false_graph_0/projections"} < set(names)
-    assert forked.passes == ["mhc", "projections"]
+    assert forked.passes == ["mhc", "projections", "attention"]
     assert len({stage.text for stage in forked.entry.stages}) == len(names)
     assert not any(node.graph for node in forked.nodes("true_graph_0/mhc"))
     assert any(node.target == "cond" for node in forked.nodes("projections"))
@@ -99,7 +99,7 @@ def test_commands_know_the_passes_of_a_branch(forked):
     assert run("show", folder, "--pass", "true_graph_0/mhc").stdout == forked.listing("true_graph_0/mhc")
     done = run("diff", folder, "--pass", "true_graph_0/mhc")
     assert done.exit_code == 0 and "true_graph_0/before -> true_graph_0/mhc" in done.stdout
-    assert "before -> projections" in run("diff", folder).stdout
+    assert "before -> attention" in run("diff", folder).stdout
     wrong = run("diff", folder, "--pass", "other/mhc")
     assert wrong.exit_code == 2 and "it has true_graph_0/mhc, " in wrong.stderr
     assert run("diff", folder, "--pass", "true_graph_0/before").exit_code == 2
@@ -109,7 +109,7 @@ def test_commands_know_the_passes_of_a_branch(forked):
 
 def test_without_inductor_the_branches_are_there_too(tmp_path):
     graph = dump_of(tmp_path, compiler="eager")
-    assert [stage.name for stage in graph.entry.stages] == ["dynamo", "before", "mhc", "projections"]
+    assert [stage.name for stage in graph.entry.stages] == ["dynamo", "before", "mhc", "projections", "attention"]
     assert {node.graph for node in graph.nodes("mhc")} == {"", "true_graph_0", "false_graph_0"}
 
 
@@ -235,7 +235,7 @@ def test_the_pass_on_its_own_writes_a_dump_that_the_environment_asks_for(tmp_pat
     assert dsv4_compile.post_grad_pass.uuid() not in (without, "")
     torch.testing.assert_close(with_the_pass(model, x), model(x).detach(), rtol=1e-4, atol=1e-4)
     (graph,) = read(tmp_path).graphs
-    assert [stage.name for stage in graph.entry.stages] == ["before", "mhc", "vllm_mhc", "projections"]
+    assert [stage.name for stage in graph.entry.stages] == ["before", "mhc", "vllm_mhc", "projections", "attention"]
     assert "dsv4.mhc_pre.default(" in graph.listing("mhc") and "<- dsv4" in graph.listing("mhc")
     assert graph.report == dsv4_compile.report().to_dict()["graphs"][0] and graph.report["mhc"]
     assert graph.compile_report["requested"]["dump_dir"] == str(tmp_path)

@@ -218,7 +218,7 @@ def test_no_file_outside_the_folder_is_opened(name, copied):
     index = json.loads(path.read_text())
     index["graphs"][0]["stages"][-1]["text"] = name
     path.write_text(json.dumps(index))
-    done = run("show", copied, "--pass", "projections")
+    done = run("show", copied, "--pass", "attention")
     assert done.exit_code == 1 and "outside its folder: not read." in done.stderr and "secret" not in done.output
 
 

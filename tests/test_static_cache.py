@@ -170,7 +170,7 @@ def test_another_attention_is_refused(model: nn.Module, compiled: bool) -> None:
     ids = tokens(model, 8)
     static = StaticDeepseekV4Cache.of(prompted(model, ids[:, :6]), model, 20)
     step = torch.compile(model, backend="dsv4", options={"compiler": "eager"}) if compiled else model
-    with pytest.raises(Exception, match=r"set_attn_implementation.*its attention is 'eager'"):
+    with pytest.raises(Exception, match=r"set_attn_implementation.*model's attention is 'eager'"):
         step(ids[:, 6:7], past_key_values=static)
     assert torch.isfinite(steps(model, ids[:, 6:7], static)).all()
 

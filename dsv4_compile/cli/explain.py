@@ -11,8 +11,8 @@ from dsv4_compile.cli.show import is_below, nearest
 from dsv4_compile.dump.reader import Dump, DumpedGraph, NoSuchError
 from dsv4_compile.dump.schema import FIRST_STAGES, NodeRecord
 from dsv4_compile.dump.typed import built
-from dsv4_compile.passes.sites import MhcSite, Missed, ProjectionGroup
-from dsv4_compile.report import choice_text, form_text, group_text, mhc_text
+from dsv4_compile.passes.sites import MhcSite, Missed, ProjectionGroup, SharedOperand
+from dsv4_compile.report import choice_text, form_text, group_text, mhc_text, shared_text
 
 __all__ = [
     "LEFT_ALONE",
@@ -83,6 +83,9 @@ def _findings_in(report: Mapping[str, Any], label: str) -> Iterator[Finding]:
         detail = "; ".join([group_text(group), *(choice_text(choice, group) for choice in group.measured)])
         members = tuple(f"{group.site}.{linear.name}".removeprefix(".") for linear in group.linears)
         yield Finding(group.site, "projections", "together", detail, group.source, labels, members)
+    for record in report.get("attention", ()):  # dumps of before have none
+        shared = built(SharedOperand, record)
+        yield Finding(shared.site, "attention", "in place", shared_text(shared), shared.source, labels)
 
 
 def nothing_there(dump: Dump, graphs: list[DumpedGraph], site: str) -> str:

@@ -35,7 +35,7 @@ def _graph(graph: DumpedGraph) -> dict[str, Any]:
         "error": entry.error,
         "nodes": nodes,
         "dynamic": report.get("dynamic", False),
-        **{name: len(report[name]) for name in ("mhc", "projections", "missed", "pieces")},
+        **{name: len(report.get(name, ())) for name in ("mhc", "projections", "attention", "missed", "pieces")},
         "seconds": entry.seconds,
         "notes": [str(note) for note in report["notes"]],
     }
@@ -61,13 +61,14 @@ def print_overview(data: dict[str, Any]) -> None:
             "dynamic" if g["dynamic"] else "static",
             g["mhc"],
             g["projections"],
+            g["attention"],
             g["missed"],
             sum(g["seconds"].values()),
         )
         for g in data["graphs"]
     ]
-    headings = ("graph", "state", "nodes", "shapes", "mhc", "projections", "missed", "seconds")
-    output.table("Graphs", headings, rows, right=(4, 5, 6, 7))
+    headings = ("graph", "state", "nodes", "shapes", "mhc", "projections", "attention", "missed", "seconds")
+    output.table("Graphs", headings, rows, right=(4, 5, 6, 7, 8))
     for graph in data["graphs"]:
         if graph["error"]:
             output.line(f"{graph['graph']} failed: {graph['error'].splitlines()[0]}", "red")

@@ -15,6 +15,10 @@ from dsv4_compile.runtime.recorder import Inlets, Layout, Recording, RecordingEr
 __all__ = ["Call", "Direct", "Entrance", "Segment", "fill", "filled", "is_like", "owned"]
 
 
+_SPARSE = 2
+"""How much longer than its content the memory of a result may be."""
+
+
 @dataclass
 class Entrance:
     """How inputs get to where a graph reads them: `inlets` copies contiguous ones as its first node.
@@ -119,11 +123,17 @@ def filled(buffer: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 
 def owned(result: torch.Tensor) -> torch.Tensor:
-    """`result` in memory of its own, with its strides: who looks at them, as Dynamo's guards do, sees no replay."""
+    """`result` in memory of its own, with its strides: who looks at them, as Dynamo's guards do, sees no replay.
+
+    A small part of a long tensor becomes contiguous, for it would hold all that memory.
+    """
     if result.is_contiguous():
         made = result.clone()
         if made.stride() == result.stride():  # those of axes of one element may be anything
             return made
+    span = sum((size - 1) * stride for size, stride in zip(result.shape, result.stride(), strict=True))
+    if span >= _SPARSE * result.numel():
+        return result.clone()
     try:
         made, once = Layout.of(result).buffer()
     except RecordingError:  # no tensor of its own lies like this

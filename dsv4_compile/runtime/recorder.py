@@ -267,7 +267,9 @@ class CudaRecorder:
             "device": tensor.device,
             "storage_offset": tensor.storage_offset(),
         }
-        return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, memory)
+        made = torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, memory)
+        made = made.conj() if tensor.is_conj() else made  # these bits say how to read what lies there
+        return torch._neg_view(made) if tensor.is_neg() else made
 
     def unmoved(self, values: list[Any], addresses: list[int | None], places: list[int]) -> bool:
         """As `Recorder.unmoved`."""

@@ -96,8 +96,14 @@ def multiply(which: int, rows: Tensor, turned: Tensor, bias: Tensor | None, out:
     or an address that is not a multiple of 16 bytes.
     """
     launch = None
-    if bias is None and rows.is_cuda and rows.dtype == turned.dtype:
-        index = rows.get_device()
+    index = rows.get_device()
+    if (
+        bias is None
+        and rows.is_cuda
+        and rows.dtype == turned.dtype
+        and turned.get_device() == index
+        and (out is None or _takes(out, rows, turned))
+    ):
         strides = rows.stride(), turned.stride(), None if out is None else out.stride()
         launch = _launch(which, index, rows.dtype, rows.shape, turned.shape, *strides)
     if launch is None:
@@ -114,6 +120,11 @@ def multiply(which: int, rows: Tensor, turned: Tensor, bias: Tensor | None, out:
         warn(f"A product is made by torch.mm: cublasLtMatmul returned {status}")
         return products.multiply(rows, turned, None, out)
     return out
+
+
+def _takes(out: Tensor, rows: Tensor, turned: Tensor) -> bool:
+    same = out.dtype == rows.dtype and out.get_device() == rows.get_device()
+    return same and out.shape == (rows.shape[0], turned.shape[1])
 
 
 @functools.lru_cache(maxsize=4096)

@@ -190,8 +190,8 @@ def fastest(times: Mapping[str, float]) -> str:
     best = min(times, key=times.__getitem__)
     steady = [name for name in times if not STRATEGIES[name].forks]
     plain = [name for name in steady if name in ("serial", "pack")]
-    for calmer in (plain, steady):
-        calm = min(calmer, key=times.__getitem__, default=best)
+    for calmer in filter(None, (plain, steady)):
+        calm = min(calmer, key=times.__getitem__)
         if times[calm] <= MARGIN * times[best]:
             return calm
     return best

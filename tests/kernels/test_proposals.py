@@ -111,11 +111,12 @@ def aligned(rows: int, columns: int, dtype: torch.dtype = BF16) -> Tensor:
     """Random numbers from an address that is a multiple of 64 on."""
     flat = torch.zeros(rows * columns + 32, dtype=dtype)
     start = -flat.data_ptr() % 64 // dtype.itemsize
-    return flat[start : start + rows * columns].view(rows, columns).copy_(torch.randn(rows, columns))
+    made = flat[start : start + rows * columns].view(rows, columns).copy_(torch.randn(rows, columns))
+    return made.as_subclass(OnCard)
 
 
 def operands(tokens: int, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor]:
-    return aligned(tokens, K, dtype).as_subclass(OnCard), aligned(M, K, dtype).t()
+    return aligned(tokens, K, dtype), aligned(M, K, dtype).t()
 
 
 def assert_product(made: Tensor, rows: Tensor, turned: Tensor) -> None:
@@ -331,6 +332,18 @@ def test_what_makes_no_sense_is_left_to_torch(library: Standin, by_torch: list[T
     assert len(by_torch) == 2 and library.calls == [] and proposals.unavailable() is None
 
 
+def test_a_weight_on_another_device_and_a_result_that_does_not_fit_are_left_to_torch(
+    library: Standin, by_torch: list[Tensor]
+) -> None:
+    rows, turned = operands(4)
+    proposals.multiply(0, rows, turned.as_subclass(Tensor), None)
+    assert len(by_torch) == 1
+    for out in (aligned(4, M, torch.float32), aligned(2, M)):
+        with contextlib.suppress(RuntimeError):
+            proposals.multiply(0, rows, turned, None, out)
+    assert len(by_torch) == 3 and library.calls == []
+
+
 @pytest.mark.parametrize("checked", [(15, 0), (0, 16)], ids=str)
 def test_an_algorithm_that_does_not_take_these_strides_is_replaced_by_torch(
     library: Standin, by_torch: list[Tensor], checked: tuple[int, int]
@@ -356,7 +369,7 @@ def test_each_device_has_its_handle_and_is_the_current_one(library: Standin) -> 
     """The stand-in refuses a handle of another device than the current one."""
     rows, turned = operands(4)
     for current, number in ((0, 0), (0, 1), (1, 1), (1, 0)):
-        library.device, rows.number = current, number
+        library.device, rows.number, turned.number = current, number, number
         assert_product(proposals.multiply(0, rows, turned, None), rows, turned)
         assert library.device == current
     assert [(call.device, call.stream) for call in library.calls] == [(0, 70), (1, 71), (1, 71), (0, 70)]
@@ -390,7 +403,8 @@ def test_a_group_runs_as_a_proposal(library: Standin, by_torch: list[Tensor]) ->
     weights = [torch.randn(count, K).to(BF16) for count in (16, 8, 24)]
     assert packing.pack(weights).packed
     x = aligned(6, K).as_subclass(OnCard)
-    (made,) = grouped.run_as(NAMES[2], x.view(2, 3, K), weights, [None] * 3, [0] * 3)
+    there = [weight.as_subclass(OnCard) for weight in weights]
+    (made,) = grouped.run_as(NAMES[2], x.view(2, 3, K), there, [None] * 3, [0] * 3)
     assert made.shape == (2, 3, M)
     assert_product(made.view(6, M), x, torch.cat(weights).t())
     assert [call.algorithm.tile for call in library.calls] == [83] and by_torch == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as some
@@ -14,6 +15,8 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import dsv4_compile
+from dsv4_compile.cli.explain import findings
+from dsv4_compile.dump.reader import read
 from dsv4_compile.passes.attention import AttentionPass
 from dsv4_compile.passes.sites import PassResult, SharedOperand
 from tests.models import CSA, SLIDING, deepseek
@@ -24,6 +27,11 @@ bmm = torch.ops.aten.bmm.default
 
 def traced(run: Callable[..., Any], *inputs: Tensor, sizes: str = "fake") -> GraphModule:
     return make_fx(run, tracing_mode=sizes)(*inputs)
+
+
+def rewritten_only(run: Callable[..., Any], *inputs: Tensor) -> tuple[GraphModule, PassResult]:
+    gm = traced(run, *inputs)
+    return gm, AttentionPass()(gm.graph)
 
 
 def rewritten(run: Callable[..., Any], *inputs: Tensor, sizes: str = "fake") -> tuple[GraphModule, PassResult]:
@@ -42,7 +50,7 @@ def rewritten(run: Callable[..., Any], *inputs: Tensor, sizes: str = "fake") -> 
 def products(gm: GraphModule) -> list[tuple[list[int], ...]]:
     """The shapes that each batched product reads."""
     found = gm.graph.find_nodes(op="call_function", target=bmm)
-    return [tuple(list(argument.meta["val"].shape) for argument in node.args) for node in found]
+    return [tuple([int(size) for size in argument.meta["val"].shape] for argument in node.args) for node in found]
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -55,25 +63,30 @@ def repeat_kv(kv: Tensor, times: int) -> Tensor:
     return kv[:, :, None].expand(batch, heads, times, length, width).reshape(batch, heads * times, length, width)
 
 
+def weights(scores: Tensor) -> Tensor:
+    """With a sink, as DeepSeek-V4 has it: an entry more, which takes a share and gives nothing."""
+    return torch.cat([scores, torch.ones_like(scores[..., :1])], -1).softmax(-1)[..., :-1]
+
+
 def of_transformers(q: Tensor, kv: Tensor) -> Tensor:
     times = q.shape[1] // kv.shape[1]
-    return torch.matmul(q, repeat_kv(kv, times).transpose(2, 3)).softmax(-1) @ repeat_kv(kv, times)
+    return weights(torch.matmul(q, repeat_kv(kv, times).transpose(2, 3))) @ repeat_kv(kv, times)
 
 
 def by_broadcasting(q: Tensor, kv: Tensor) -> Tensor:
     """One head of keys, no repetition written."""
-    return torch.matmul(q, kv.mT).softmax(-1) @ kv
+    return weights(torch.matmul(q, kv.mT)) @ kv
 
 
 def by_bmm(q: Tensor, kv: Tensor) -> Tensor:
     batch, heads, rows, width = q.shape
     k = kv.expand(-1, heads, -1, -1).contiguous().view(batch * heads, -1, width)
-    return torch.bmm(torch.bmm(q.reshape(-1, rows, width), k.permute(0, 2, 1)).softmax(-1), k).view(q.shape)
+    return torch.bmm(weights(torch.bmm(q.reshape(-1, rows, width), k.permute(0, 2, 1))), k).view(q.shape)
 
 
 def cast_behind(q: Tensor, kv: Tensor) -> Tensor:
     k = kv.to(torch.float32).expand(-1, q.shape[1], -1, -1).to(torch.float64)
-    return torch.matmul(torch.matmul(q, k.transpose(-1, -2)).softmax(-1), k)
+    return torch.matmul(weights(torch.matmul(q, k.transpose(-1, -2))), k)
 
 
 @pytest.mark.parametrize("sizes", ["fake", "symbolic"])
@@ -88,16 +101,91 @@ def test_one_head_of_keys_is_not_copied(attention: Callable[..., Tensor], batch:
 
     gm, result = rewritten(run, q, kv, sizes=sizes)
     assert [(site.times, site.products) for site in result.attention] == [(HEADS, 2)]
-    if sizes == "fake":
-        folded = HEADS * rows
-        assert products(gm) == [([batch, folded, 6], [batch, 6, 5]), ([batch, folded, 5], [batch, 5, 6])]
-    assert not gm.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)
+    folded = HEADS * rows
+    assert products(gm) == [([batch, folded, 6], [batch, 6, 5]), ([batch, folded, 5], [batch, 5, 6])]
 
 
 def test_groups_of_heads_keep_a_head_of_keys_each() -> None:
     gm, result = rewritten(of_transformers, normal(2, 6, 3, 8), normal(2, 2, 5, 8))
     assert [(site.times, site.products) for site in result.attention] == [(3, 2)]
     assert products(gm) == [([4, 9, 8], [4, 8, 5]), ([4, 9, 5], [4, 5, 8])]
+
+
+def test_groups_of_heads_where_every_size_is_a_symbol() -> None:
+    """The sizes of the new products are none that the graph has."""
+
+    def run(q: Tensor, kv: Tensor) -> Tensor:
+        batch, _, rows, width = q.shape
+        length = kv.shape[2]
+        k = kv.view(batch, 2, 1, length, width).expand(batch, 2, 3, length, width).reshape(batch, 6, length, width)
+        return torch.matmul(q.view(batch, 6, rows, width), k.mT)
+
+    gm, result = rewritten(run, normal(3, 6, 5, 7), normal(3, 2, 11, 7), sizes="symbolic")
+    assert [site.times for site in result.attention] == [3]
+    for batch, rows, length in ((2, 1, 4), (1, 3, 2), (5, 0, 3), (2, 3, 0)):
+        q, kv = normal(batch, 6, rows, 7), normal(batch, 2, length, 7)
+        assert torch.allclose(gm(q, kv), run(q, kv))
+
+
+def test_keys_whose_number_depends_on_data_are_left() -> None:
+    def run(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+        return torch.matmul(q, k.index_select(2, mask.nonzero()[:, 0]).mT)
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), torch.no_grad():
+        compiled = torch.compile(run, backend="dsv4", options={"compiler": "eager"})
+        q, k = normal(2, 4, 3, 6), normal(2, 1, 5, 6)
+        for mask in (torch.ones(5), torch.tensor([0, 1, 0, 0, 1.0]), torch.zeros(5)):
+            assert torch.allclose(compiled(q, k, mask), run(q, k, mask))
+    (graph,) = dsv4_compile.report().graphs
+    assert not graph.attention and "sizes depend on data" in graph.missed[0].reason
+
+
+@pytest.mark.parametrize("attention", ["auto", "off"])
+def test_no_graph_more_for_other_sizes(attention: str) -> None:
+    """Neither where it rewrites nor where it looks and does not: a weight for each head."""
+    torch._dynamo.reset()
+    per_head = normal(4, 8, 5)
+    compiled = torch.compile(
+        lambda x, kv: (torch.matmul(x, per_head), torch.matmul(x, kv.mT)),
+        backend="dsv4",
+        options={"compiler": "eager", "attention": attention},
+        dynamic=True,
+    )
+    with torch.no_grad():
+        for batch, length in ((2, 9), (4, 7), (3, 5), (5, 6)):
+            x, kv = normal(batch, 4, 3, 8), normal(batch, 1, length, 8)
+            for got, expected in zip(compiled(x, kv), (torch.matmul(x, per_head), torch.matmul(x, kv.mT)), strict=True):
+                assert torch.allclose(got, expected)
+    assert len(dsv4_compile.report().graphs) == 1
+
+
+@pytest.mark.parametrize("stored", [torch.uint8, torch.int16])
+def test_bits_read_as_other_numbers_are_no_cast(stored: torch.dtype) -> None:
+    numbers = torch.float8_e4m3fn if stored is torch.uint8 else torch.bfloat16
+
+    def run(q: Tensor, bits: Tensor) -> Tensor:
+        return torch.matmul(q, bits.view(numbers).to(torch.float64).mT)
+
+    _, result = rewritten(run, normal(2, 4, 3, 6), torch.randn(2, 1, 5, 6).to(numbers).view(stored))
+    assert [site.times for site in result.attention] == [4]
+
+
+def test_what_inductor_makes_flash_attention_of_is_left_with_a_reason() -> None:
+    def run(q: Tensor, kv: Tensor) -> Tensor:
+        scores = torch.matmul(q, repeat_kv(kv, 4).mT) / 2.0 + kv.mean()
+        return torch.matmul(scores.softmax(-1), repeat_kv(kv, 4))
+
+    gm, result = rewritten_only(run, normal(2, 4, 3, 6), normal(2, 1, 5, 6))
+    assert not result.attention and products(gm)[0][1] == [8, 6, 5]
+    assert {(one.kind, "flash attention" in one.reason) for one in result.missed} == {("attention", True)}
+
+
+def test_what_has_no_value_is_left() -> None:
+    gm = traced(lambda x, w: torch.bmm(x, w.expand(3, -1, -1)), normal(3, 4, 5), normal(5, 2))
+    (product,) = gm.graph.find_nodes(op="call_function", target=bmm)
+    del product.args[1].meta["val"]
+    assert AttentionPass()(gm.graph) == PassResult()
 
 
 def test_a_matrix_repeated_for_each_sequence_is_not_copied() -> None:
@@ -208,6 +296,30 @@ def test_the_real_model(attention: str) -> None:
     told = "shared operands at model.layers.0.self_attn: 2 batched products read in place what was copied 4 times"
     assert (told in str(report)) == (attention == "auto")
     assert len(report.to_dict()["graphs"][0]["attention"]) == len(graph.attention)
+
+
+def test_strict_wants_it_to_find_something_where_it_is_named() -> None:
+    def compiled(run: Callable[..., Any]) -> Callable[..., Any]:
+        torch._dynamo.reset()
+        options = {"compiler": "eager", "strict": True, "attention": "auto", "mhc": "off", "projections": "off"}
+        return torch.compile(run, backend="dsv4", options=options)
+
+    x = normal(2, 4, 3, 6)
+    with torch.no_grad():
+        assert compiled(lambda x: x @ x[:, :1].mT)(x).shape == (2, 4, 3, 3)
+        assert "nothing matched" not in str(dsv4_compile.report())
+        with pytest.raises(Exception, match="attention matched nothing"):
+            compiled(lambda x: x @ x.mT)(x)
+
+
+def test_explain_has_the_place_and_the_line(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    options = {"compiler": "eager", "dump_dir": str(tmp_path)}
+    with torch.no_grad():
+        torch.compile(by_broadcasting, backend="dsv4", options=options)(normal(2, 4, 3, 6), normal(2, 1, 5, 6))
+    (found,) = findings(read(tmp_path).graphs)
+    assert (found.kind, found.outcome) == ("attention", "in place") and "test_attention.py:" in found.source
+    assert "2 batched products read in place what was copied 4 times" in found.detail
 
 
 def test_a_grown_cache_under_inductor() -> None:

@@ -52,3 +52,25 @@ def test_a_result_lies_as_it_did_when_nothing_was_replayed(lay: Callable[..., Te
         assert torch.equal(result, lay(x * 2 + 1))
     laid = {result.stride() for result in got}
     assert len(laid) == 1 or got[0].stride() == (1, 1)
+
+
+def test_a_small_part_of_a_long_result_takes_no_more_memory_than_it_needs() -> None:
+    steps = (Step("made", Code(lambda given: [(given[0] * 2 + 1)[:, -1]]), (0,), (1,), (1,)),)
+    run = Runner(Program(steps, 2, (), (), ((1, None),)), FakeRecorder(), Policy(), CudaGraphs())
+    given = [torch.randn(8, 64) for _ in range(3)]
+    got = [run([x])[0] for x in given]
+    assert all(torch.equal(result, (x * 2 + 1)[:, -1]) for x, result in zip(given, got, strict=True))
+    assert got[-1].untyped_storage().nbytes() == 8 * 4
+
+
+def test_conjugated_and_negated_results_are_read_as_they_are() -> None:
+    def made(x: Tensor) -> list[Tensor]:
+        return [torch.complex(x, x * 2).t().conj(), torch.complex(x, x * 3).conj().imag]
+
+    steps = (Step("made", Code(lambda given: made(given[0])), (0,), (1, 2), (1, 2)),)
+    run = Runner(Program(steps, 3, (), (), ((1, None), (2, None))), FakeRecorder(), Policy(), CudaGraphs())
+    for _ in range(3):
+        x = torch.randn(2, 3)
+        for got, expected in zip(run([x]), made(x), strict=True):
+            assert torch.equal(got, expected)
+    assert run.report.replays == 2
