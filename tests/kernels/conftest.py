@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dsv4_compile.kernels.linear import skinny, tuning
+from dsv4_compile.kernels.linear import proposals, skinny, tuning
 from dsv4_compile.kernels.mhc import families
 
 
@@ -17,8 +17,10 @@ def fresh_families() -> Iterator[None]:
 
 @pytest.fixture
 def fresh_choices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing is known of any weights, and the skinny product has not failed."""
+    """Nothing is known of any weights, cuBLASLt has not been asked, and the skinny product has not failed."""
     monkeypatch.setattr(skinny, "_broken", [])
-    tuning.forget()
+    for forget in (tuning.forget, proposals.forget):
+        forget()
     yield
-    tuning.forget()
+    for forget in (tuning.forget, proposals.forget):
+        forget()

@@ -25,19 +25,11 @@ from dsv4_compile.kernels.linear.strategies import Card, Low, Problem
 from tests.kernels.standin_cublaslt import Layout, Proposed, Standin
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+pytestmark = pytest.mark.usefixtures("fresh_choices")
+
 HOPPER = Card("NVIDIA H200", 132, 90)
 NAMES = [f"pack: proposal {which}" for which in (1, 2, 3, 4)]
 K, M = 64, 48
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    """Nothing has been asked, chosen or said yet."""
-    tuning.forget()
-    proposals.forget()
-    yield
-    tuning.forget()
-    proposals.forget()
 
 
 def problem(**changes: Any) -> Problem:

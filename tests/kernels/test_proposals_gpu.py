@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +14,11 @@ from dsv4_compile.kernels import linear
 from dsv4_compile.kernels.linear import grouped, packing, products, proposals, strategies, timing, tuning
 from dsv4_compile.kernels.linear.strategies import STRATEGIES, Problem
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_choices")]
 
 BF16, F16 = torch.bfloat16, torch.float16
 SHAPES = [(7168, 4672), (1024, 1040)]
 TOKENS = (1, 33, 63, 64, 65, 256, 512)
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    """Nothing has been asked, chosen or said yet."""
-    tuning.forget()
-    proposals.forget()
-    yield
-    tuning.forget()
-    proposals.forget()
 
 
 def names(of: Problem, tokens: float = 64) -> list[str]:
