@@ -43,6 +43,7 @@ _BETWEEN = _BETWEEN | packets("clone expand permute transpose where masked_fill 
 """What Inductor's patterns of attention have between the products."""
 _LEFT = "two products with only a softmax between them are left to Inductor, which makes flash attention of them"
 _DATA = "its sizes depend on data, and Inductor multiplies such matrices where they are contiguous only"
+_WRITTEN = "something may be written between the copy and the product"
 _MOST_STEPS = 64
 
 
@@ -70,12 +71,14 @@ class AttentionPass:
         missed: dict[Missed, None] = {}
         for product in graph.find_nodes(op="call_function", target=aten.bmm.default):
             shared = _shared(product)
-            if shared is None or any(order[shared.source] < at < order[product] for at in writes):
+            if shared is None:
                 continue
             site = module_path(product)
             sizes = (*(shape(shared.source) or ()), *(shape(product) or ()))
-            reason = _LEFT if product in of_inductor else _DATA if free_unbacked_symbols(sizes) else None
-            if reason is not None:
+            reason = _LEFT if product in of_inductor else _DATA if free_unbacked_symbols(sizes) else ""
+            if any(order[shared.source] < at < order[product] for at in writes):
+                reason = _WRITTEN
+            if reason:
                 missed[Missed("attention", site, reason, source_location(product))] = None
                 continue
             found.setdefault((site, shared.times), []).append(_rewrite(graph, product, shared, order))
@@ -92,7 +95,7 @@ class AttentionPass:
 class _Shared:
     """The second operand of a product: `[rows of the batch, K, N]` of `source`, each `times` times in a row.
 
-    `axes` are those of the source behind its batch, rows and columns; `casts` what is made of it on the way.
+    `batch`, `rows` and `columns` are axes of the source, `casts` the dtypes that its numbers take on the way.
     """
 
     source: Node
