@@ -139,7 +139,7 @@ def graph_passes(options: Options) -> GraphPasses:
         chosen = (options.projections, options.num_streams, options.stream_max_tokens)
         passes.append(ProjectionsPass(*chosen, apart=options.split_ops))
     if options.attention != "off":
-        passes.append(AttentionPass())
+        passes.append(AttentionPass(options.compiler == "inductor"))
     settings = f"{dsv4_compile.__version__}/{options.fingerprint()}"
     observer = None if options.dump_dir is None else observe
     return GraphPasses(tuple(passes), settings, strict=options.strict, observe=observer)

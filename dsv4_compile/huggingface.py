@@ -61,7 +61,7 @@ class StaticDeepseekV4Cache(Cache):
         """
         if not isinstance(cache, DynamicCache):
             raise ValueError(f"A static cache is made from a DynamicCache that has seen a prompt, not from {cache!r}.")
-        if not isinstance(max_length, int):
+        if not isinstance(max_length, int) or isinstance(max_length, bool):
             raise ValueError(f"max_length must be a number of tokens, and it is {max_length!r}.")
         config = getattr(model, "config", model)
         length = int(cache.get_seq_length())
@@ -83,7 +83,14 @@ class StaticDeepseekV4Cache(Cache):
         return made
 
     def to_dynamic(self) -> DynamicCache:
-        """A cache of transformers with the same content. Waits for the device. Not for padded prompts."""
+        """A cache of transformers with the same content. Waits for the device. Not for padded prompts.
+
+        Raises:
+            ValueError: it has seen more than `max_length` tokens.
+        """
+        for mine in self.layers:
+            if int(mine.length) > mine.max_length:
+                raise ValueError(f"The cache has seen {int(mine.length)} tokens, and max_length is {mine.max_length}.")
         cache = DynamicCache(config=self.config)
         for mine, layer in zip(self.layers, cache.layers, strict=True):
             mine.give(layer)

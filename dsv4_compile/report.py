@@ -184,7 +184,7 @@ def _graph_lines(graph: GraphReport) -> list[str]:
         lines.append(f"  projections at {group.site or '(root)'}: {group_text(group)}")
         lines += [f"    {choice_text(choice, group)}" for choice in group.measured]
     for shared in graph.attention:
-        lines.append(f"  shared operands at {shared.site or '(unknown module)'}: {shared_text(shared)}")
+        lines.append(f"  shared operands at {shared.site or '(root)'}: {shared_text(shared)}")
     lines += [f"  {branch_text(site)}" for site in graph.branches]
     lines += _pieces_lines(graph)
     lines += capture_lines(graph)
@@ -239,7 +239,8 @@ def summary(graph: GraphReport) -> str:
         f"{n} x mhc {form} ({kernel})" for (form, kernel), n in _counts((form_text(s), s.kernel) for s in graph.mhc)
     ]
     what += [f"{n} x projections ({strategy})" for strategy, n in _counts(g.strategy for g in graph.projections)]
-    what += [f"{sum(site.products for site in graph.attention)} x shared operands"] * bool(graph.attention)
+    shared = sum(site.products for site in graph.attention if not site.reason)
+    what += [f"{shared} x shared operands"] * bool(shared)
     what += [f"{n} missed ({reason})" for reason, n in _counts(m.reason for m in graph.missed)]
     what += ["nothing matched"] * _nothing_matched(graph)
     return f"graph of {graph.nodes} nodes: {', '.join([*what, *graph.notes])}"
@@ -271,6 +272,8 @@ def group_text(group: ProjectionGroup) -> str:
 
 def shared_text(site: SharedOperand) -> str:
     """What a module's batched products no longer copy."""
+    if site.reason:
+        return f"{site.products} batched products with {site.times} copies are {site.reason}"
     products = "a batched product reads" if site.products == 1 else f"{site.products} batched products read"
     return f"{products} in place what was copied {site.times} times"
 

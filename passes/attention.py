@@ -10,12 +10,12 @@ of heads (grouped-query attention) and matrices repeated for each sequence are t
 What repeats is read off the chain of views, copies and casts between the operand and where its numbers were made: each
 axis is followed as a list of factors, and those that an `expand` adds hold the same numbers over and over.
 
-Two products with a softmax between them and no more are what Inductor makes flash attention of. They are left to it.
+Two products with a scale and a softmax between them and no more are what Inductor makes flash attention of, if they are
+written in one of its ways. They are left to it where it comes later. (Masks and sinks keep it from that.)
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 from collections.abc import Iterator, Sequence
@@ -38,10 +38,8 @@ Size = int | torch.SymInt
 _SAME = packets("clone alias detach lift_fresh_copy") | CAST
 _FOLLOWED = _SAME | RESHAPE | packets("permute transpose t expand unsqueeze squeeze")
 _SOFTMAX = packets("exp _softmax _safe_softmax softmax")
-_BETWEEN = POINTWISE | REDUCTION | VIEW | CAST
-_BETWEEN = _BETWEEN | packets("clone expand permute transpose where masked_fill native_dropout")
-"""What Inductor's patterns of attention have between the products."""
-_LEFT = "two products with only a softmax between them are left to Inductor, which makes flash attention of them"
+_BETWEEN = POINTWISE | REDUCTION | VIEW | CAST | packets("clone expand permute transpose")
+_LEFT = "left to Inductor, which may make flash attention of two products with only a softmax between them"
 _DATA = "its sizes depend on data, and Inductor multiplies such matrices where they are contiguous only"
 _WRITTEN = "something may be written between the copy and the product"
 _MOST_STEPS = 64
@@ -59,15 +57,22 @@ Axes = list[list[_Factor]]
 
 
 class AttentionPass:
-    """Multiplies what heads or sequences share once for all of them. See the module."""
+    """Multiplies what heads or sequences share once for all of them. See the module.
+
+    Args:
+        before_inductor: whether Inductor's passes come later.
+    """
 
     name = "attention"
+
+    def __init__(self, before_inductor: bool = False) -> None:
+        self.before_inductor = before_inductor
 
     def __call__(self, graph: Graph) -> PassResult:
         order = {node: i for i, node in enumerate(graph.nodes)}
         writes = [order[node] for node in graph.nodes if _may_write(node)]
-        of_inductor = _pairs(graph)
-        found: dict[tuple[str, int], list[Node]] = {}
+        of_inductor = _pairs(graph) if self.before_inductor else set()
+        found: dict[tuple[str, int, str], list[Node]] = {}
         missed: dict[Missed, None] = {}
         for product in graph.find_nodes(op="call_function", target=aten.bmm.default):
             shared = _shared(product)
@@ -75,20 +80,23 @@ class AttentionPass:
                 continue
             site = module_path(product)
             sizes = (*(shape(shared.source) or ()), *(shape(product) or ()))
-            reason = _LEFT if product in of_inductor else _DATA if free_unbacked_symbols(sizes) else ""
+            reason = _DATA if free_unbacked_symbols(sizes) else ""
             if any(order[shared.source] < at < order[product] for at in writes):
                 reason = _WRITTEN
             if reason:
                 missed[Missed("attention", site, reason, source_location(product))] = None
-                continue
-            found.setdefault((site, shared.times), []).append(_rewrite(graph, product, shared, order))
-        places = tuple(
-            SharedOperand(site, times, len(made), source_location(made[0])) for (site, times), made in found.items()
+            elif product in of_inductor:
+                found.setdefault((site, shared.times, _LEFT), []).append(product)
+            else:
+                found.setdefault((site, shared.times, ""), []).append(_rewrite(graph, product, shared, order))
+        places = (
+            SharedOperand(site, times, len(products), reason, source_location(products[0]))
+            for (site, times, reason), products in found.items()
         )
-        return PassResult(attention=places, missed=tuple(missed))
+        return PassResult(attention=tuple(places), missed=tuple(missed))
 
     def uuid(self) -> str:
-        return self.name
+        return f"{self.name}/{self.before_inductor}"
 
 
 @dataclass(frozen=True)
@@ -111,7 +119,7 @@ def _may_write(node: Node) -> bool:
 
 
 def _pairs(graph: Graph) -> set[Node]:
-    """Products whose scores go through a softmax, and through nothing that is not done to each, into another."""
+    """Products whose scores go through a softmax, and through nothing that reads anything else, into another."""
     found: set[Node] = set()
     for product in graph.find_nodes(op="call_function", target=aten.bmm.default):
         seen, rest, is_softmax = {product}, [product], False
@@ -121,26 +129,30 @@ def _pairs(graph: Graph) -> set[Node]:
             for user in node.users:
                 if packet(user) is aten.bmm and user.args[0] in seen:
                     found |= {product, user} if is_softmax else set()
-                elif user not in seen and packet(user) in _BETWEEN:
+                elif user not in seen and packet(user) in _BETWEEN and seen.issuperset(_tensors(user)):
                     seen.add(user)
                     rest.append(user)
     return found
+
+
+def _tensors(node: Node) -> list[Node]:
+    return [argument for argument in node.all_input_nodes if isinstance(value(argument), torch.Tensor)]
 
 
 def _shared(product: Node) -> _Shared | None:
     operand = product.args[1] if len(product.args) == 2 else None
     if not isinstance(operand, Node) or not isinstance(value(operand), torch.Tensor):
         return None
-    chain = list(_chain(operand))
-    source = chain[-1]
-    dims = shape(source)
-    if dims is None:
-        return None
-    axes: Axes | None = [[] if _is_one(size) else [_Factor(size, axis)] for axis, size in enumerate(dims)]
-    for node in reversed(chain[:-1]):
-        axes = _followed(node, axes) if axes is not None else None
-    if axes is None:
-        return None
+    above, *chain = reversed(list(_chain(operand)))
+    axes, source, casts = _axes(above), above, []
+    for node in chain:
+        followed = _followed(node, axes)
+        if followed is None:  # what is above has no part in it
+            axes, source, casts = _axes(node), node, []
+            continue
+        if value(node).dtype != value(node.args[0]).dtype:  # type: ignore[arg-type]
+            casts.append(value(node).dtype)
+        axes = followed
     batch, rows, columns = axes
     own = [factor for factor in batch if factor.axis is not None]
     repeated = [factor.size for factor in batch if factor.axis is None]
@@ -149,9 +161,12 @@ def _shared(product: Node) -> _Shared | None:
     times = math.prod(size for size in repeated if isinstance(size, int))
     if times < 2 or not all(isinstance(size, int) for size in repeated):
         return None
-    dtypes = [value(node).dtype for node in reversed(chain)]
-    casts = tuple(after for before, after in itertools.pairwise(dtypes) if after != before)
-    return _Shared(source, _numbers(own), _numbers(rows), _numbers(columns), casts, times)
+    return _Shared(source, _numbers(own), _numbers(rows), _numbers(columns), tuple(casts), times)
+
+
+def _axes(source: Node) -> Axes:
+    sizes = shape(source) or ()
+    return [[] if _is_one(size) else [_Factor(size, axis)] for axis, size in enumerate(sizes)]
 
 
 def _numbers(factors: Sequence[_Factor]) -> tuple[int, ...]:
@@ -237,6 +252,7 @@ def _rewrite(graph: Graph, product: Node, shared: _Shared, order: dict[Node, int
         result = call(graph, aten.view.default, (made, [count, rows, width]), like=product)
     order |= dict.fromkeys((right, rows_of_all, made, result), order[product])
     chain = list(_chain(product.args[1]))
+    chain = chain[: chain.index(source) + 1]
     product.replace_all_uses_with(result)
     graph.erase_node(product)
     for node in chain[:-1]:

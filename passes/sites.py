@@ -119,11 +119,12 @@ class BranchSite:
 @dataclass(frozen=True)
 class SharedOperand:
     """Batched products of a module that read each matrix once where it was copied `times` times: for heads that share
-    it, or for sequences. `products` is how many, `source` the user's line of the first."""
+    it, or for sequences. `products` is how many, `source` the user's line of the first. `reason`: why they are left."""
 
     site: str
     times: int
     products: int
+    reason: str = ""
     source: str = field(default="", compare=False)
 
 

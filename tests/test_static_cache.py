@@ -140,6 +140,8 @@ def test_behind_the_last_place_results_are_nan_and_nothing_else_is_written(model
     static = StaticDeepseekV4Cache.of(prompted(model, ids[:, :6]), model, 10)
     out = steps(model, ids[:, 6:12], static)
     assert out[:, :4].isfinite().all() and out[:, 4:].isnan().all()
+    with pytest.raises(ValueError, match="has seen 12 tokens, and max_length is 10"):
+        static.to_dynamic()
 
 
 def test_several_tokens_are_refused(model: nn.Module) -> None:

@@ -85,7 +85,8 @@ def _findings_in(report: Mapping[str, Any], label: str) -> Iterator[Finding]:
         yield Finding(group.site, "projections", "together", detail, group.source, labels, members)
     for record in report.get("attention", ()):  # dumps of before have none
         shared = built(SharedOperand, record)
-        yield Finding(shared.site, "attention", "in place", shared_text(shared), shared.source, labels)
+        outcome = "left to Inductor" if shared.reason else "in place"
+        yield Finding(shared.site, "attention", outcome, shared_text(shared), shared.source, labels)
 
 
 def nothing_there(dump: Dump, graphs: list[DumpedGraph], site: str) -> str:

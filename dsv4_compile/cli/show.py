@@ -61,14 +61,13 @@ def print_overview(data: dict[str, Any]) -> None:
             "dynamic" if g["dynamic"] else "static",
             g["mhc"],
             g["projections"],
-            g["attention"],
             g["missed"],
             sum(g["seconds"].values()),
         )
         for g in data["graphs"]
     ]
-    headings = ("graph", "state", "nodes", "shapes", "mhc", "projections", "attention", "missed", "seconds")
-    output.table("Graphs", headings, rows, right=(4, 5, 6, 7, 8))
+    headings = ("graph", "state", "nodes", "shapes", "mhc", "projections", "missed", "seconds")
+    output.table("Graphs", headings, rows, right=(4, 5, 6, 7))
     for graph in data["graphs"]:
         if graph["error"]:
             output.line(f"{graph['graph']} failed: {graph['error'].splitlines()[0]}", "red")

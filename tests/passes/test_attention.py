@@ -29,9 +29,11 @@ def traced(run: Callable[..., Any], *inputs: Tensor, sizes: str = "fake") -> Gra
     return make_fx(run, tracing_mode=sizes)(*inputs)
 
 
-def rewritten_only(run: Callable[..., Any], *inputs: Tensor) -> tuple[GraphModule, PassResult]:
+def rewritten_only(
+    run: Callable[..., Any], *inputs: Tensor, before_inductor: bool = False
+) -> tuple[GraphModule, PassResult]:
     gm = traced(run, *inputs)
-    return gm, AttentionPass()(gm.graph)
+    return gm, AttentionPass(before_inductor)(gm.graph)
 
 
 def rewritten(run: Callable[..., Any], *inputs: Tensor, sizes: str = "fake") -> tuple[GraphModule, PassResult]:
@@ -171,14 +173,52 @@ def test_bits_read_as_other_numbers_are_no_cast(stored: torch.dtype) -> None:
     assert [site.times for site in result.attention] == [4]
 
 
-def test_what_inductor_makes_flash_attention_of_is_left_with_a_reason() -> None:
-    def run(q: Tensor, kv: Tensor) -> Tensor:
-        scores = torch.matmul(q, repeat_kv(kv, 4).mT) / 2.0 + kv.mean()
-        return torch.matmul(scores.softmax(-1), repeat_kv(kv, 4))
+def without_sinks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.matmul(q, repeat_kv(k, 4).transpose(-2, -1)).div(2.0)
+    return torch.matmul(scores.softmax(dim=-1), repeat_kv(v, 4))
 
-    gm, result = rewritten_only(run, normal(2, 4, 3, 6), normal(2, 1, 5, 6))
-    assert not result.attention and products(gm)[0][1] == [8, 6, 5]
-    assert {(one.kind, "flash attention" in one.reason) for one in result.missed} == {("attention", True)}
+
+def with_a_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.matmul(q, repeat_kv(k, 4).transpose(-2, -1)).div(2.0) + torch.ones(3, 5, dtype=q.dtype).tril()
+    return torch.matmul(scores.softmax(dim=-1), repeat_kv(v, 4))
+
+
+def test_what_inductor_makes_flash_attention_of_is_left_to_it() -> None:
+    inputs = normal(2, 4, 3, 6), normal(2, 1, 5, 6), normal(2, 1, 5, 6)
+    gm, result = rewritten_only(without_sinks, *inputs, before_inductor=True)
+    ((times, count, reason),) = [(site.times, site.products, site.reason) for site in result.attention]
+    assert (times, count) == (4, 2) and "flash attention" in reason
+    assert products(gm)[0][1] == [8, 6, 5] and not result.missed
+    for run, before_inductor in ((without_sinks, False), (with_a_mask, True)):
+        gm, result = rewritten_only(run, *inputs, before_inductor=before_inductor)
+        assert [(site.products, site.reason) for site in result.attention] == [(2, "")]
+        assert products(gm)[0][1] == [2, 6, 5]
+
+
+def test_and_inductor_does_so() -> None:
+    """Where it would not, nothing would be gained by leaving it."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+        inputs = [normal(2, heads, 33, 16, dtype=torch.float32) for heads in (8, 2, 2)]
+        compiled = torch.compile(without_sinks, backend="dsv4")
+        assert torch.allclose(compiled(*inputs), without_sinks(*inputs), atol=1e-5)
+    assert counters["inductor"]["fuse_attention"] == 1
+    assert "left to Inductor" in str(dsv4_compile.report())
+
+
+@pytest.mark.parametrize(("batch", "heads"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_keys_that_come_straight_from_a_linear(batch: int, heads: int) -> None:
+    """Above their axes is the one of the product, which is all of them in one."""
+
+    def run(q: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        k = torch.nn.functional.linear(x, weight).view(batch, -1, heads, 6).transpose(1, 2)
+        return torch.matmul(q, repeat_kv(k, 4).mT)
+
+    _, result = rewritten(run, normal(batch, 4 * heads, 3, 6), normal(batch, 7, 10), normal(6 * heads, 10))
+    assert [(site.times, site.products) for site in result.attention] == [(4, 1)]
 
 
 def test_what_has_no_value_is_left() -> None:
