@@ -144,15 +144,16 @@ def _shared(product: Node) -> _Shared | None:
     if not isinstance(operand, Node) or not isinstance(value(operand), torch.Tensor):
         return None
     above, *chain = reversed(list(_chain(operand)))
-    axes, source, casts = _axes(above), above, []
+    axes, source = _axes(above), above
+    casts: list[torch.dtype] = []
     for node in chain:
         followed = _followed(node, axes)
         if followed is None:  # what is above has no part in it
             axes, source, casts = _axes(node), node, []
             continue
-        if value(node).dtype != value(node.args[0]).dtype:  # type: ignore[arg-type]
-            casts.append(value(node).dtype)
         axes = followed
+        if packet(node) in CAST:
+            casts.append(value(node).dtype)
     batch, rows, columns = axes
     own = [factor for factor in batch if factor.axis is not None]
     repeated = [factor.size for factor in batch if factor.axis is None]
