@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import sympy
 import torch
@@ -148,18 +149,28 @@ def _sentence(node: Node, reason: str) -> str:
 
 def _names(node: Node) -> set[str]:
     """The qualified name of a call's operator, without its overload and with it."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    operator = _operator(node)
+    if node.op != "call_function" or not isinstance(operator, torch._ops.OpOverload):
         return set()
-    return {_name(node), f"{_name(node)}.{node.target._overloadname}"}
+    return {_name(node), f"{_name(node)}.{operator._overloadname}"}
 
 
 def _name(node: Node) -> str:
-    return str(node.target._schema.name) if isinstance(node.target, torch._ops.OpOverload) else node.name
+    operator = _operator(node)
+    return str(operator._schema.name) if isinstance(operator, torch._ops.OpOverload) else node.name
+
+
+def _operator(node: Node) -> Any:
+    """What is called; of an operator that writes its arguments, which a functional graph has in a wrapper, the one
+    within."""
+    if str(node.target).startswith("auto_functionalized") and node.args:
+        return node.args[0]
+    return node.target
 
 
 def _asks_the_host(node: Node) -> str | None:
     # An index that is a mask makes a size that depends on data; graphs with such sizes are not cut at all.
-    if torch.Tag.data_dependent_output in getattr(node.target, "tags", ()):
+    if torch.Tag.data_dependent_output in getattr(_operator(node), "tags", ()):
         return "the host waits for its result"
     if _name(node) in _WAITING and any(value.device.type != "cpu" for value in _tensors(node)):
         return "the host waits for one of its inputs"
@@ -167,9 +178,10 @@ def _asks_the_host(node: Node) -> str | None:
 
 
 def _of_the_process(node: Node) -> str | None:
-    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) or "inductor_seed" in str(node.target):
+    operator = _operator(node)
+    if torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ()) or "inductor_seed" in str(operator):
         return "it draws random numbers, whose state is not the graph's own"
-    if getattr(node.target, "namespace", "") in _COLLECTIVES:
+    if getattr(operator, "namespace", "") in _COLLECTIVES:
         return "it is a collective, in which other processes take part"
     return None
 
