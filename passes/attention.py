@@ -26,7 +26,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 
-from dsv4_compile.passes.emission import call
+from dsv4_compile.passes.emission import call, size_of
 from dsv4_compile.passes.hoisting import may_write
 from dsv4_compile.passes.region import CAST, POINTWISE, REDUCTION, RESHAPE, VIEW, aten, packet, packets, shape, value
 from dsv4_compile.passes.sites import Missed, PassResult, SharedOperand, module_path, source_location
@@ -72,6 +72,7 @@ class AttentionPass:
         order = {node: i for i, node in enumerate(graph.nodes)}
         writes = [order[node] for node in graph.nodes if _may_write(node)]
         of_inductor = _pairs(graph) if self.before_inductor else set()
+        sizes = _Sizes(graph, order)
         found: dict[tuple[str, int, str], list[Node]] = {}
         missed: dict[Missed, None] = {}
         for product in graph.find_nodes(op="call_function", target=aten.bmm.default):
@@ -79,8 +80,8 @@ class AttentionPass:
             if shared is None:
                 continue
             site = module_path(product)
-            sizes = (*(shape(shared.source) or ()), *(shape(product) or ()))
-            reason = _DATA if free_unbacked_symbols(sizes) else ""
+            shapes = (*(shape(shared.source) or ()), *(shape(product) or ()))
+            reason = _DATA if free_unbacked_symbols(shapes) else ""
             if any(order[shared.source] < at < order[product] for at in writes):
                 reason = _WRITTEN
             if reason:
@@ -88,7 +89,7 @@ class AttentionPass:
             elif product in of_inductor:
                 found.setdefault((site, shared.times, _LEFT), []).append(product)
             else:
-                found.setdefault((site, shared.times, ""), []).append(_rewrite(graph, product, shared, order))
+                found.setdefault((site, shared.times, ""), []).append(_rewrite(graph, product, shared, sizes))
         places = (
             SharedOperand(site, times, len(products), reason, source_location(products[0]))
             for (site, times, reason), products in found.items()
@@ -211,10 +212,14 @@ def _followed(node: Node, axes: Axes) -> Axes | None:
 
 def _permutation(node: Node, rank: int) -> list[int]:
     """Where each axis of a permuted tensor was."""
-    order = torch.empty((1,) * rank, device="meta")
-    order = order.as_strided((1,) * rank, tuple(range(rank)))  # the strides say which axis is where
-    target: Any = node.target
-    return list(target(order, *node.args[1:], **node.kwargs).stride())
+    given: list[Any] = [*node.args[1:], *node.kwargs.values()]
+    order = list(range(rank))
+    if packet(node) is aten.permute:
+        return [order[axis] for axis in given[0]]
+    first, second = given or (0, -1)  # `t` of one axis or none changes nothing
+    if rank:
+        order[first], order[second] = order[second], order[first]
+    return order
 
 
 def _regrouped(factors: list[_Factor], after: Sequence[Size]) -> Axes | None:
@@ -236,12 +241,12 @@ def _regrouped(factors: list[_Factor], after: Sequence[Size]) -> Axes | None:
 # ------------------------------------------------------------------------------------------------------------ writing
 
 
-def _rewrite(graph: Graph, product: Node, shared: _Shared, order: dict[Node, int]) -> Node:
+def _rewrite(graph: Graph, product: Node, shared: _Shared, sizes: _Sizes) -> Node:
     """What takes the place of `product`."""
     left, source = product.args[0], shared.source
     assert isinstance(left, Node)
     with graph.inserting_before(product):
-        sizes = _Sizes(graph, product, order)
+        sizes.place = sizes.order[product]
         count, rows, inner = (sizes.of(left, axis) for axis in range(3))
         batch, depth, width = (sizes.over(source, part) for part in (shared.batch, shared.rows, shared.columns))
         right = _matrices(graph, product, shared, [batch, depth, width])
@@ -251,7 +256,7 @@ def _rewrite(graph: Graph, product: Node, shared: _Shared, order: dict[Node, int
         rows_of_all = call(graph, aten.reshape.default, (left, folded), like=product)
         made = call(graph, aten.bmm.default, (rows_of_all, right), like=product)
         result = call(graph, aten.view.default, (made, [count, rows, width]), like=product)
-    order |= dict.fromkeys((right, rows_of_all, made, result), order[product])
+    sizes.order |= dict.fromkeys((right, rows_of_all, made, result), sizes.place)
     chain = list(_chain(product.args[1]))
     chain = chain[: chain.index(source) + 1]
     product.replace_all_uses_with(result)
@@ -280,11 +285,15 @@ def _matrices(graph: Graph, product: Node, shared: _Shared, sizes: list[Any]) ->
 
 
 class _Sizes:
-    """Sizes as arguments: numbers, values that the graph has before `product`, or new ones at the insertion point."""
+    """Sizes as arguments: numbers, values that the graph has before `place`, or new ones at the insertion point."""
 
-    def __init__(self, graph: Graph, product: Node, order: dict[Node, int]) -> None:
-        self.graph, self.order, self.place = graph, order, order[product]
-        self.known = [n for n, at in order.items() if at < self.place and isinstance(value(n), torch.SymInt)]
+    def __init__(self, graph: Graph, order: dict[Node, int]) -> None:
+        self.graph, self.order, self.place = graph, order, 0
+        self.known: dict[Any, Node] = {}
+        """The first node of each size."""
+        for node in graph.nodes:
+            if isinstance(value(node), torch.SymInt):
+                self.known.setdefault(value(node).node.expr, node)
 
     def of(self, node: Node, axis: int) -> int | Node:
         """Size of an axis."""
@@ -309,13 +318,11 @@ class _Sizes:
 
     def _value(self, size: Any, target: Any, arguments: tuple[Any, ...]) -> Node:
         """A node whose value is `size`, which a call of `target` is."""
-        for node in self.known:
-            if statically_known_true(value(node) == size):
-                return node
-        made = self.graph.call_function(target, arguments)
-        made.meta["val"], made.meta["dsv4_helper"] = size, True
+        known = self.known.get(size.node.expr)
+        if known is not None and self.order[known] <= self.place:
+            return known
+        made = self.known[size.node.expr] = size_of(self.graph, size, target, arguments)
         self.order[made] = self.place
-        self.known.append(made)
         return made
 
 

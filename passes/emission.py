@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 
 from dsv4_compile.passes.region import aten, prims, shape, value
 
-__all__ = ["call", "cast", "item", "renew", "reshape_rows", "transpose"]
+__all__ = ["call", "cast", "item", "renew", "reshape_rows", "size_of", "transpose"]
 
 
 def call(graph: Graph, target: Any, args: tuple[Any, ...], like: Node | None = None, **constants: Any) -> Node:
@@ -72,7 +72,8 @@ def reshape_rows(graph: Graph, node: Node, dims: Sequence[int | torch.SymInt]) -
         if isinstance(d, int):
             sizes.append(d)
         elif str(d) in own:
-            sizes.append(_size(graph, node, own.index(str(d))))
+            axis = own.index(str(d))
+            sizes.append(size_of(graph, (shape(node) or ())[axis], aten.sym_size.int, (node, axis)))
         elif -1 not in sizes:
             sizes.append(-1)
         else:
@@ -80,10 +81,10 @@ def reshape_rows(graph: Graph, node: Node, dims: Sequence[int | torch.SymInt]) -
     return call(graph, aten.reshape.default, (node, sizes))
 
 
-def _size(graph: Graph, node: Node, axis: int) -> Node:
-    made = graph.call_function(aten.sym_size.int, (node, axis))
-    made.meta["val"] = (shape(node) or ())[axis]
-    made.meta["dsv4_helper"] = True
+def size_of(graph: Graph, size: Any, target: Any, arguments: tuple[Any, ...]) -> Node:
+    """A call of `target`, at the insertion point, whose result is `size`."""
+    made = graph.call_function(target, arguments)
+    made.meta["val"], made.meta["dsv4_helper"] = size, True
     return made
 
 
