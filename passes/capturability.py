@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import sympy
 import torch
@@ -20,6 +19,7 @@ from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
 from dsv4_compile.passes.extraction import symbols_of
+from dsv4_compile.passes.region import operator_of
 from dsv4_compile.passes.sites import source_line
 
 __all__ = ["Tokens", "met", "named", "obstacles", "tokens_of"]
@@ -149,28 +149,20 @@ def _sentence(node: Node, reason: str) -> str:
 
 def _names(node: Node) -> set[str]:
     """The qualified name of a call's operator, without its overload and with it."""
-    operator = _operator(node)
+    operator = operator_of(node)
     if node.op != "call_function" or not isinstance(operator, torch._ops.OpOverload):
         return set()
     return {_name(node), f"{_name(node)}.{operator._overloadname}"}
 
 
 def _name(node: Node) -> str:
-    operator = _operator(node)
+    operator = operator_of(node)
     return str(operator._schema.name) if isinstance(operator, torch._ops.OpOverload) else node.name
-
-
-def _operator(node: Node) -> Any:
-    """What is called; of an operator that writes its arguments, which a functional graph has in a wrapper, the one
-    within."""
-    if str(node.target).startswith("auto_functionalized") and node.args:
-        return node.args[0]
-    return node.target
 
 
 def _asks_the_host(node: Node) -> str | None:
     # An index that is a mask makes a size that depends on data; graphs with such sizes are not cut at all.
-    if torch.Tag.data_dependent_output in getattr(_operator(node), "tags", ()):
+    if torch.Tag.data_dependent_output in getattr(operator_of(node), "tags", ()):
         return "the host waits for its result"
     if _name(node) in _WAITING and any(value.device.type != "cpu" for value in _tensors(node)):
         return "the host waits for one of its inputs"
@@ -178,7 +170,7 @@ def _asks_the_host(node: Node) -> str | None:
 
 
 def _of_the_process(node: Node) -> str | None:
-    operator = _operator(node)
+    operator = operator_of(node)
     if torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ()) or "inductor_seed" in str(operator):
         return "it draws random numbers, whose state is not the graph's own"
     if getattr(operator, "namespace", "") in _COLLECTIVES:

@@ -29,7 +29,7 @@ from dsv4_compile.kernels.linear import calls
 from dsv4_compile.passes import hoisting
 from dsv4_compile.passes.emission import call, item
 from dsv4_compile.passes.hoisting import MOST_STEPS, Joining
-from dsv4_compile.passes.region import leaf_of, packet, value
+from dsv4_compile.passes.region import is_functionalised, leaf_of, operator_of, packet, value
 from dsv4_compile.passes.sites import module_path
 from dsv4_compile.passes.verify import confinement
 
@@ -135,8 +135,8 @@ def beside(
 
 def left(node: Node, reason: str) -> str:
     """What the report says of a call that is left alone."""
-    wrapped = node.args[0] if _is_functionalised(node) else node.target
-    name = getattr(getattr(wrapped, "_schema", None), "name", str(wrapped)).removeprefix("aten::")
+    called = operator_of(node)
+    name = getattr(getattr(called, "_schema", None), "name", str(called)).removeprefix("aten::")
     return f"a quantised product ({name}) keeps its own kernel: {reason}"
 
 
@@ -153,7 +153,7 @@ def parse(node: Node, apart: Collection[str] = ()) -> OpaqueProduct | str:
     if weight is None:
         return "none of its parameters has one byte a number"
     target: Any = node.target
-    if _is_functionalised(node):
+    if is_functionalised(node):
         return "the operator writes its arguments"
     if not isinstance(target, torch._ops.OpOverload):
         return f"{target} is no operator with a schema of its own"
@@ -196,10 +196,6 @@ def _refusal(node: Node, target: torch._ops.OpOverload) -> str:
 
 def _depends_on_data(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor | torch.SymInt) and bool(free_unbacked_symbols(leaf))
-
-
-def _is_functionalised(node: Node) -> bool:
-    return str(node.target).startswith("auto_functionalized") and bool(node.args)
 
 
 def _is_product(node: Node) -> bool:

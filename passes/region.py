@@ -32,9 +32,11 @@ __all__ = [
     "grow",
     "has_leaf_factor",
     "is_floating",
+    "is_functionalised",
     "is_leaf",
     "is_moved",
     "leaf_of",
+    "operator_of",
     "shape",
     "strip",
     "turns",
@@ -72,6 +74,16 @@ def packet(node: Node) -> Any:
     if node.op != "call_function":
         return None
     return getattr(node.target, "overloadpacket", node.target)
+
+
+def is_functionalised(node: Node) -> bool:
+    """Whether it is the wrapper in which a functional graph has an operator that writes its arguments."""
+    return str(node.target).startswith("auto_functionalized") and bool(node.args)
+
+
+def operator_of(node: Node) -> Any:
+    """What is called, of a wrapper the operator within."""
+    return node.args[0] if is_functionalised(node) else node.target
 
 
 def value(node: Node) -> Any:

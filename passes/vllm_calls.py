@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch.fx import Node
 
-from dsv4_compile.passes.region import are, shape, value
+from dsv4_compile.passes.region import are, is_functionalised, operator_of, shape, value
 
 __all__ = ["NAMES", "Call", "Kind", "arguments_of", "head_of", "name_of", "own_product", "parse"]
 
@@ -160,11 +160,10 @@ def head_of(node: Node) -> tuple[str, Node] | None:
 def _of(node: Node, names: Mapping[str, str]) -> tuple[str, Node] | None:
     """(name, the argument that `names` has for it) of one of these operators; those that write their result come
     functionalised, in one of two ways."""
-    is_wrapped = str(node.target).startswith("auto_functionalized") and node.args
-    target = node.args[0] if is_wrapped else node.target
+    target = operator_of(node)
     if not isinstance(target, torch._ops.OpOverload) or target._schema.name not in names:
         return None
-    named = dict(node.kwargs) if is_wrapped else _named(node)
+    named = dict(node.kwargs) if is_functionalised(node) else _named(node)
     wanted = named.get(names[target._schema.name])
     return (target._schema.name, wanted) if isinstance(wanted, Node) else None
 
