@@ -76,8 +76,6 @@ class StaticDeepseekV4Cache(Cache):
         layers = [
             _layer(layer, kind, config, max_length, absent) for layer, kind in zip(cache.layers, kinds, strict=True)
         ]
-        for one in layers:
-            one.config = config
         made = cls(layers=layers)
         made.config = config
         return made
@@ -88,9 +86,6 @@ class StaticDeepseekV4Cache(Cache):
         Raises:
             ValueError: it has seen more than `max_length` tokens.
         """
-        for mine in self.layers:
-            if int(mine.length) > mine.max_length:
-                raise ValueError(f"The cache has seen {int(mine.length)} tokens, and max_length is {mine.max_length}.")
         cache = DynamicCache(config=self.config)
         for mine, layer in zip(self.layers, cache.layers, strict=True):
             mine.give(layer)
@@ -99,8 +94,8 @@ class StaticDeepseekV4Cache(Cache):
 
 def _layer(layer: Any, kind: str, config: Any, max_length: int, absent: Tensor | None) -> _Window:
     if kind == "sliding_attention":
-        return _Window(layer, config.sliding_window, max_length, absent)
-    return _Compressed(layer, config.sliding_window, max_length, absent, config.compress_rates[kind])
+        return _Window(layer, config, max_length, absent)
+    return _Compressed(layer, config, max_length, absent, config.compress_rates[kind])
 
 
 def _fixed(tensor: Tensor) -> Tensor:
@@ -115,18 +110,17 @@ class _Window(CacheLayerMixin):
 
     is_compileable = True
     is_sliding = True
-    config: Any
-    """Of the model that it belongs to."""
 
-    def __init__(self, layer: Any, window: int, max_length: int, absent: Tensor | None):
+    def __init__(self, layer: Any, config: Any, max_length: int, absent: Tensor | None):
         super().__init__()
+        window = config.sliding_window
         known = layer.keys[:, :, -window:]
         if absent is not None:
             gone = absent[:, -known.shape[2] :, None].unsqueeze(1).expand(known.shape)
             known = known.masked_fill(gone, _ABSENT)
         room = known.new_full((*known.shape[:2], window - known.shape[2], known.shape[3]), _ABSENT)
         self.keys = self.values = _fixed(torch.cat([room, known], 2))
-        self.window, self.max_length = window, max_length
+        self.config, self.window, self.max_length = config, window, max_length
         self.length = _fixed(torch.tensor(int(layer.get_seq_length()), device=known.device))
         self.is_initialized = True
 
@@ -172,8 +166,14 @@ class _Window(CacheLayerMixin):
         return self.max_length
 
     def give(self, layer: Any) -> None:
-        """Fills a layer of transformers' cache."""
+        """Fills a layer of transformers' cache.
+
+        Raises:
+            ValueError: more than `max_length` tokens were seen.
+        """
         length = int(self.length)
+        if length > self.max_length:
+            raise ValueError(f"The cache has seen {length} tokens, and max_length is {self.max_length}.")
         layer.lazy_initialization(self.keys, self.keys)
         layer.keys = layer.values = self.keys[:, :, -min(length, self.window - 1) :].clone()
         layer.cumulative_length = length
@@ -186,8 +186,8 @@ class _Compressed(_Window):
     an entry for each closed one, `overlap_kv` and `overlap_gate` `[B, R, D]` what the last one leaves to the next.
     """
 
-    def __init__(self, layer: Any, window: int, max_length: int, absent: Tensor | None, rate: int):
-        super().__init__(layer, window, max_length, absent)
+    def __init__(self, layer: Any, config: Any, max_length: int, absent: Tensor | None, rate: int):
+        super().__init__(layer, config, max_length, absent)
         self.compress_rate = rate
         self.count = {name: _fixed(self.length) for name in layer.buffer_kv}
         self.buffer_kv = {name: _padded(tensor, rate, 0.0) for name, tensor in layer.buffer_kv.items()}
