@@ -24,7 +24,7 @@ using std::min;
 struct bf16 { u16 bits; };
 struct f16 { u16 bits; };
 struct Index { int x; };
-static Index threadIdx, blockIdx;
+static Index threadIdx, blockIdx, gridDim;
 
 struct Copy { u32 to; const void* from; int bytes; };
 
@@ -37,7 +37,7 @@ struct Meeting {
 struct Block {
     std::vector<char> memory;
     Meeting all;
-    std::vector<Meeting> warps;
+    std::vector<Meeting> warps, parts;
     bool ended = false;
 };
 
@@ -91,6 +91,14 @@ static void show(int slot, u32 value) { machine.shown[slot][warp_start() + lane_
 static u32 seen(int slot, int lane) { return machine.shown[slot][warp_start() + lane]; }
 
 inline void __syncthreads() { meet(own_block().all); }
+template <int THREADS_OF_PART> inline void meet_in_part(int part) {
+    // `bar.sync` has sixteen barriers, of which the block as a whole has one, and counts threads, whoever they are.
+    if (THREADS_OF_PART == 32) return meet_in_warp();
+    if (part < 0 || part > 14) return fail("a barrier that there is not");
+    Meeting& at = own_block().parts[part];
+    at.expected = THREADS_OF_PART;
+    meet(at);
+}
 inline char* shared_memory() { return own_block().memory.data(); }
 inline u32 address_of(const void* at) { return (u32)((const char*)at - shared_memory()); }
 
@@ -203,12 +211,6 @@ template <class T> inline void multiply_add(float* c, const u32* a, const u32* b
     meet_in_warp();
 }
 
-inline void bring_near(const void* from, int bytes) {
-    if ((uintptr_t)from % 16 != 0 || bytes % 16 != 0 || bytes <= 0) fail("a misaligned prefetch");
-    volatile char sink = ((const char*)from)[0];
-    sink = ((const char*)from)[bytes - 1];
-    (void)sink;
-}
 inline void bring_line(const void* at) {
     volatile char sink = *(const char*)at;
     (void)sink;
@@ -245,6 +247,7 @@ const char* launch(void (*kernel)(const Arguments&), const Arguments& a, int blo
     static void (*run)(const Arguments&);
     static const Arguments* arguments;
     run = kernel, arguments = &a;
+    gridDim.x = blocks;
     for (int cluster = 0; cluster < blocks / together; cluster++) {
         const int first = (backwards ? blocks / together - 1 - cluster : cluster) * together;
         machine.blocks.assign(together, Block());
@@ -253,6 +256,7 @@ const char* launch(void (*kernel)(const Arguments&), const Arguments& a, int blo
             block.memory.assign(bytes, (char)0xff);
             block.all.expected = threads;
             block.warps.assign(threads / 32, Meeting{32});
+            block.parts.assign(15, Meeting());
         }
         for (auto& slot : machine.shown) slot.assign(together * threads, 0);
         machine.fibers.resize(together * threads);

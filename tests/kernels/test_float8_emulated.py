@@ -103,7 +103,10 @@ CASES = [
     ("pairs", 6, "f16", 64, (33, 64)),
     ("pairs, two", 4, "bf16", 32, (31, 32)),
     ("fours", 16, "bf16", 16, (9, 16)),
-    ("fours, two", 12, "bf16", 64, (33,)),
+    ("apart", 6, "bf16", 8, (1, 7)),
+    ("apart", 12, "bf16", 64, (33, 64)),
+    ("apart, early", 6, "f16", 16, (9, 16)),
+    ("apart, wide", 12, "bf16", 32, (8, 31)),
     ("parts", 12, "bf16", 8, (1, 7)),
     ("parts", 6, "f16", 64, (63,)),
 ]
@@ -117,7 +120,7 @@ def test_every_row_and_token_is_multiplied_once(
     rows = [[low.rows for low in LOW if low.input == number] for number in (0, 1)]
     variant = fitted(PLANS[name], dtype, most, PLAIN, 1040, 90, multiprocessors, rows)
     assert variant is not None
-    variant = dataclasses.replace(variant, stages=3, ahead=2)
+    variant = dataclasses.replace(variant, stages=3 + variant.plan.apart)
     for turn, tokens in enumerate(counts):
         check(variant, folder, tokens, PLAIN, LOW, 1040, late=turn % 2 == 0, backwards=turn % 2 == 1)
     check(variant, folder, counts[-1], (20,), (Low(100, biased=True),), 16 * 65, late=False)
@@ -138,7 +141,7 @@ def test_the_kernels_for_flash_are_right(name: str, tokens: int, folder: Path) -
     """As they are compiled for an H100, on fewer rows and columns."""
     variant = fitted(PLANS[name], "bf16", tokens, (1024, 1024, 256, 256, 64), 4096, 90, 132, ((1024, 512),))
     if variant is None:
-        assert PLANS[name].early  # has too little shared memory
+        assert PLANS[name].early or PLANS[name].columns > 256  # has too little shared memory
         return
     columns = 2 * variant.plan.columns + 16
     check(variant, folder, tokens - 1, (variant.rows, 3), (Low(variant.rows + 1), Low(9)), columns, late=tokens == 8)
@@ -228,7 +231,9 @@ def test_the_operators_launch_gets_each_result_where_it_belongs(
     assert [output.shape[2] for output in plain] == ([20, 3, 0, 17] if any(wide) else [20, 3, 17])
     torch.testing.assert_close(outputs[:count], plain, rtol=1e-2, atol=1e-2)
     assert [output.dtype for output in plain].count(F32) == 1 + sum(wide)
-    for given, weight, bias, output in zip(scaled, weights[4:], biases[4:], outputs[count:], strict=True):
+    of_bf16, of_f16 = outputs[count:]
+    low = [of_bf16[..., :9], of_f16, of_bf16[..., 9:33], of_bf16[..., 33:]]
+    for given, weight, bias, output in zip(scaled, weights[4:], biases[4:], low, strict=True):
         exact, _ = exact_product(given, weight, bias)
         assert output.dtype == given.dtype and output.shape == (2, 3, weight.shape[0])
         torch.testing.assert_close(output.reshape(exact.shape).double(), exact, rtol=1e-2, atol=1e-2)

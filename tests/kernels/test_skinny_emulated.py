@@ -123,7 +123,10 @@ CASES = [
     ("pairs", 6, "f16", 64, (33, 64)),
     ("pairs, two", 4, "bf16", 32, (31, 32)),
     ("fours", 16, "bf16", 16, (9, 16)),
-    ("fours, two", 6, "bf16", 64, (33,)),
+    ("apart", 6, "bf16", 8, (1, 7)),
+    ("apart", 12, "bf16", 64, (33, 64)),
+    ("apart, early", 6, "f16", 16, (9, 16)),
+    ("apart, wide", 12, "bf16", 32, (8, 31)),
     ("parts", 12, "bf16", 8, (1, 7)),
     ("parts", 6, "f16", 64, (63,)),
 ]
@@ -139,7 +142,7 @@ def test_every_row_and_token_is_multiplied_once(
     """
     variant = fitted(PLANS[name], dtype, most, EIGHT, 1032, 90, multiprocessors)
     assert variant is not None
-    variant = dataclasses.replace(variant, stages=3, ahead=2)
+    variant = dataclasses.replace(variant, stages=3 + variant.plan.apart)
     for turn, tokens in enumerate(counts):
         check(variant, folder, tokens, EIGHT, 1032, (1, 5), (0, 1, 6), late=turn % 2 == 0, backwards=turn % 2 == 1)
     check(variant, folder, counts[-1], (100,), 8 * 130, late=False)
@@ -160,7 +163,7 @@ def test_the_kernels_for_the_models_are_right(
     """As they are compiled for an H100, on fewer rows and columns: parts of the columns have none."""
     variant = fitted(PLANS[name], "bf16", tokens, features, columns, 90, 132)
     if variant is None:
-        assert PLANS[name].early  # has too little shared memory
+        assert PLANS[name].early or PLANS[name].columns > 256  # has too little shared memory
         return
     check(variant, folder, tokens - 1, (variant.rows, 3), 3 * variant.plan.columns + 8, late=variant.tiles % 2 == 0)
 

@@ -81,7 +81,7 @@ def test_the_structure_is_that_of_a_new_launch(
         config, text = launches[-1]
         given = ARGUMENTS.unpack(text)
         flat = out.view(-1, stops[-1])
-        workspace, counters = given[-5:-3]
+        workspace, counters = given[-6:-4]
         views = [flat[:, start:stop] for _, start, stop in parts]
         nothing = [None] * len(weights)
         assert text == pack_arguments(x.view(-1, shape[-1]), weights, nothing, views, workspace, counters)

@@ -70,6 +70,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ARGUMENTS",
+    "FLOAT8",
     "LOWS",
     "PLANS",
     "SOURCE",

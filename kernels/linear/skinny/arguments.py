@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import struct
 from collections.abc import Sequence
 
@@ -15,7 +16,7 @@ from dsv4_compile.kernels.linear.skinny.plans import MOST_LINEARS, Variant, tile
 __all__ = ["ARGUMENTS", "LOWS", "aligned", "by_input", "groups_of", "is_aligned", "pack_arguments", "pack_mixed"]
 
 # `struct Arguments` of skinny.cuh.
-ARGUMENTS = struct.Struct("=" + MOST_LINEARS * "5q 3i 4x" + "4q 3i 4x")
+ARGUMENTS = struct.Struct("=" + MOST_LINEARS * "5q 3i 4x" + "4q 4i")
 _NOWHERE = (0, 0, 0, 0, 0, 0, 2**31 - 1, 0)
 # What `struct MixedArguments` has besides.
 LOWS = struct.Struct("=" + MOST_LINEARS * "4q 2i")
@@ -97,7 +98,7 @@ def pack_arguments(
         place += size * features
     values += _NOWHERE * (MOST_LINEARS - count)
     tokens, columns = rows.shape
-    return ARGUMENTS.pack(*values, rows.data_ptr(), rows.stride(0), workspace, counters, tokens, columns, tiles)
+    return ARGUMENTS.pack(*values, rows.data_ptr(), rows.stride(0), workspace, counters, tokens, columns, tiles, 1)
 
 
 def pack_mixed(
@@ -130,7 +131,8 @@ def pack_mixed(
     values += _NOWHERE * (MOST_LINEARS - count)
     lows += _NOT_LOW * (MOST_LINEARS - count)
     tokens, columns = rows.shape
-    given = rows.data_ptr(), rows.stride(0), workspace, counters, tokens, columns, tiles
+    stride = _stride(-(-tiles // variant.block_tiles))
+    given = rows.data_ptr(), rows.stride(0), workspace, counters, tokens, columns, tiles, stride
     return ARGUMENTS.pack(*values, *given) + LOWS.pack(*lows)
 
 
@@ -144,3 +146,12 @@ def _low(given: Scaled) -> tuple[int, ...]:
         given.of_rows.numel() > 1,
         given.of_weight.numel() > 1,
     )
+
+
+def _stride(groups: int) -> int:
+    """From a group of blocks to the one that starts after it, so that groups of all kinds start, and end, together.
+
+    About the golden section of their count, which spreads any range of them evenly; all are reached.
+    """
+    near = round(groups * 0.618)
+    return next((stride for stride in range(near, groups) if math.gcd(stride, groups) == 1), 1)

@@ -72,14 +72,7 @@ __device__ __forceinline__ void round_into(float value, f16* to) {
     asm("{.reg .f16 a; cvt.rn.f16.f32 a, %1; mov.b16 %0, a;}" : "=h"(to->bits) : "f"(value));
 }
 
-// Brings `bytes` (a multiple of 16) into L2, from where they are read as they are by then.
-__device__ __forceinline__ void bring_near(const void* from, int bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(bytes) : "memory");
-#endif
-}
-
-// Brings the line of memory that `at` is in into L2.
+// Brings the line of memory that `at` is in into L2, from where it is read as it is by then.
 __device__ __forceinline__ void bring_line(const void* at) { asm volatile("prefetch.global.L2 [%0];" :: "l"(at)); }
 
 // Blocks start before the launch before has ended. What it wrote may be read from here on. The next launch may start
@@ -89,6 +82,13 @@ __device__ __forceinline__ void wait_for_inputs() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
+}
+
+// All `THREADS_OF_PART` threads of a part of the block, the warps with number `part` along the columns, come here.
+template <int THREADS_OF_PART>
+__device__ __forceinline__ void meet_in_part(int part) {
+    if constexpr (THREADS_OF_PART == 32) __syncwarp();
+    else asm volatile("bar.sync %0, %1;" :: "r"(1 + part), "n"(THREADS_OF_PART) : "memory");
 }
 
 // Every thread of the cluster comes here before one of them goes on; what each has written is seen by all.

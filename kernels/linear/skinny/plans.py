@@ -15,7 +15,6 @@ MOST_LINEARS = 8  # as in skinny.cuh
 TOKENS = (8, 16, 32, 64)
 """Tokens that a kernel is compiled for; fewer are a call of the next one."""
 MOST_STAGES, FEWEST_STAGES = 16, 3
-AHEAD_BYTES = 192 << 10  # of weights that an early block prefetches, at most: together half of the L2 of an H100
 # Shared memory by compute capability: of a multiprocessor, and of one block at most. A block takes 1 KiB more.
 SHARED_BYTES = {
     80: (167_936, 166_912),
@@ -46,7 +45,8 @@ class Plan:
     columns: of the weights, of a stage in shared memory. splits: what may be the number of blocks that share the
     columns of their rows. cluster: these are a cluster and add up through each other's shared memory; else the last of
     them adds up what all have written. blocks: of a launch that are on a multiprocessor together. early: the blocks of
-    the next launch fit beside them, so that its weights are on their way to L2 when this one ends.
+    the next launch fit beside them, and begin as soon as this one has ended. apart: a warp copies the columns that it
+    multiplies, and waits for no other.
     """
 
     columns: int
@@ -54,6 +54,7 @@ class Plan:
     cluster: bool = False
     blocks: int = 1
     early: bool = False
+    apart: bool = False
 
     @property
     def fitting(self) -> int:
@@ -66,11 +67,13 @@ class Plan:
 PLANS: dict[str, Plan] = {
     "whole": Plan(columns=256, splits=(1,)),
     "whole, early": Plan(columns=256, splits=(1,), early=True),
+    "apart": Plan(columns=256, splits=(1,), apart=True),
+    "apart, early": Plan(columns=256, splits=(1,), early=True, apart=True),
+    "apart, wide": Plan(columns=512, splits=(1,), apart=True),
     "pairs": Plan(columns=128, splits=(2,), cluster=True),
     "pairs, early": Plan(columns=128, splits=(2,), cluster=True, early=True),
     "pairs, two": Plan(columns=128, splits=(2,), cluster=True, blocks=2),
     "fours": Plan(columns=64, splits=(3, 4), cluster=True),
-    "fours, two": Plan(columns=64, splits=(4,), cluster=True, blocks=2),
     "parts": Plan(columns=128, splits=(2, 3, 4, 5, 6)),
 }
 
@@ -80,8 +83,7 @@ class Variant:
     """What one compiled kernel is for, and how its launches are cut up.
 
     type: "bf16" or "f16". tokens: of the input, at most. row_warps: warps of a block along the rows of the weights; the
-    others are along their columns. tiles: of 16 rows, of a warp. ahead: stages that are prefetched into L2. low: some
-    of the weights are float8.
+    others are along their columns. tiles: of 16 rows, of a warp. low: some of the weights are float8.
     """
 
     plan: Plan
@@ -91,7 +93,6 @@ class Variant:
     tiles: int
     splits: int
     stages: int = 0
-    ahead: int = 0
     low: bool = False
 
     @property
@@ -114,10 +115,10 @@ class Variant:
             "TILES": self.tiles,
             "COLUMNS": self.plan.columns,
             "STAGES": self.stages,
+            "APART": int(self.plan.apart),
             "BLOCKS": self.plan.fitting,
             "SPLITS": self.splits,
             "CLUSTER": int(self.plan.cluster),
-            "AHEAD": self.ahead,
             **({"LOW": 1} if self.low else {}),
         }
 
@@ -206,9 +207,7 @@ def fitted(
         return None
     best = min(found, key=lambda variant: (variant.cost(columns), -variant.row_warps))
     most = math.ceil(-(-columns // plan.columns) / best.splits) + 1
-    stages = min(room // best.stage_bytes, max(most, FEWEST_STAGES), MOST_STAGES)
-    ahead = AHEAD_BYTES // plan.blocks // (2 * plan.columns * best.rows) if plan.early else 0
-    return dataclasses.replace(best, stages=stages, ahead=max(ahead, stages - 1))
+    return dataclasses.replace(best, stages=min(room // best.stage_bytes, max(most, FEWEST_STAGES), MOST_STAGES))
 
 
 def _tiles_of_warp(parts: Sequence[int], groups: int, row_warps: int) -> int:

@@ -6,8 +6,8 @@
 //   ROW_WARPS, COLUMN_WARPS   warps of a block along the rows of the weights, and along their columns
 //   TILES      of 16 rows, of a warp          COLUMNS    of a stage, a multiple of 64 and of 16 * COLUMN_WARPS
 //   STAGES     in shared memory               BLOCKS     that are to fit on a multiprocessor
+//   APART      1: warps copy the columns that they multiply, and wait for nobody else; 0: all copy all
 //   SPLITS     blocks that share the columns  CLUSTER    1: they are a cluster, 0: the last of them adds up
-//   AHEAD      stages whose weights are brought into L2 before the launch before has ended
 //   LOW        1: some of the weights are float8 (e4m3), each with a float8 input and scales; not defined: none
 //
 // A float8 matrix is one of pairs: [R, K] has K / 2 columns of two bytes, which are copied like all others. A group of
@@ -24,14 +24,15 @@ constexpr int MOST_LINEARS = 8;
 constexpr int BLOCK_TILES = ROW_WARPS * TILES, ROWS = 16 * BLOCK_TILES, THREADS = 32 * ROW_WARPS * COLUMN_WARPS;
 constexpr int CHUNKS = COLUMNS / 8;               // of 16 bytes, of a row of a stage
 constexpr int ROW_BYTES = 2 * COLUMNS, STAGE_BYTES = (ROWS + TOKENS) * ROW_BYTES;
-constexpr int ROWS_AT_ONCE = THREADS / CHUNKS;    // that the block copies, 16 bytes a thread
+constexpr int ROWS_AT_ONCE = THREADS / CHUNKS;    // that are copied, 16 bytes a thread
 constexpr int WEIGHT_COPIES = (ROWS + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
 constexpr int TOKEN_COPIES = (TOKENS + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
 constexpr int STEPS = COLUMNS / 16 / COLUMN_WARPS;  // of 16 columns, of a warp in a stage
+constexpr int PART = 32 * ROW_WARPS;              // threads of the warps that have the same columns
 constexpr int PITCH = ROWS + 4;                   // so that the lanes of a fragment hit different banks
 static_assert(COLUMNS % 64 == 0 && STEPS * 16 * COLUMN_WARPS == COLUMNS, "a warp has whole steps of a stage");
-static_assert(THREADS % CHUNKS == 0 && ROWS_AT_ONCE % 8 == 0, "a thread's rows are alike modulo 8");
-static_assert(WEIGHT_COPIES <= 32 && STAGES >= 2, "");
+static_assert(THREADS % CHUNKS == 0 && ROWS_AT_ONCE % 4 == 0, "a thread's rows are alike modulo 4");
+static_assert(THREADS == 256 && WEIGHT_COPIES <= 32 && STAGES >= 2, "");
 
 struct Linear {
     const TYPE* weight;  // [rows, K]
@@ -54,7 +55,7 @@ struct Arguments {
     int tokens;          // 1 to TOKENS
     int columns;         // K, a multiple of 8
     int tiles;           // of 16 rows, of all linears
-    int padding;
+    int stride;          // group number `i * stride`, modulo their count, is the one of block, or cluster, `i`
 };
 
 // Of a linear with float8 numbers, what it has besides.
@@ -113,18 +114,20 @@ __device__ __forceinline__ Input input_of(const Given& a, int group) {
     if (low.x != nullptr) return {low.x, low.x_stride, a.columns / 2, true};
     return {a.x, a.x_stride, a.columns, false};
 }
+__device__ __forceinline__ bool has_pairs(const Input& in) { return in.of_pairs; }
 #else
 using Input = Arguments;  // read where it is: copies would take registers
 __device__ __forceinline__ const Input& input_of(const Given& a, int) { return a; }
+__device__ __forceinline__ bool has_pairs(const Input&) { return false; }
 #endif
 
-// Brings the first weights of a block into L2, the first stage first.
-__device__ __forceinline__ void bring_ahead(const Arguments& a, const Input& in, int group, int first, int end) {
-    const int stages = min(AHEAD, end - first);
-    for (int i = threadIdx.x; i < stages * ROWS; i += THREADS) {
-        const int column = (first + i / ROWS) * COLUMNS;
-        const Row row = row_of(a, group, i % ROWS);
-        if (row.exists) bring_near(row.at + column, 2 * min(COLUMNS, in.columns - column));
+// Brings the weights of the first stage into L2.
+__device__ __forceinline__ void bring_ahead(const Arguments& a, const Input& in, int group, int first) {
+    constexpr int LINES = ROW_BYTES / 128;
+    for (int i = threadIdx.x; i < ROWS * LINES; i += THREADS) {
+        const int column = first * COLUMNS + i % LINES * 64;
+        const Row row = row_of(a, group, i / LINES);
+        if (row.exists && column < in.columns) bring_line(row.at + column);
     }
 }
 
@@ -138,8 +141,10 @@ struct Copies {
 };
 
 __device__ __forceinline__ Copies copies_of(const Arguments& a, const Input& in, int group) {
+    constexpr int SHARED = APART ? 2 * STEPS : CHUNKS;  // chunks of a row that some threads have together
+    const int thread = APART ? threadIdx.x % PART : threadIdx.x;
     Copies c;
-    c.row = threadIdx.x / CHUNKS, c.chunk = threadIdx.x % CHUNKS;
+    c.row = thread / SHARED, c.chunk = thread % SHARED + (APART ? threadIdx.x / PART * SHARED : 0);
     c.live = 0;
 #pragma unroll
     for (int i = 0; i < WEIGHT_COPIES; i++) {
@@ -152,6 +157,11 @@ __device__ __forceinline__ Copies copies_of(const Arguments& a, const Input& in,
     return c;
 }
 
+// Where copy `i` of a thread goes if the first one goes to `to`: row r has its chunk c at place c ^ r % 8.
+__device__ __forceinline__ u32 place(u32 to, int i) {
+    return (ROWS_AT_ONCE % 8 == 4 && i % 2 == 1 ? to ^ 64 : to) + i * ROWS_AT_ONCE * ROW_BYTES;
+}
+
 // Starts the copies of one stage into `slot`.
 __device__ __forceinline__ void bring(const Arguments& a, const Input& in, const Copies& c, int stage, int slot) {
     const int column = stage * COLUMNS + c.chunk * 8;
@@ -161,7 +171,7 @@ __device__ __forceinline__ void bring(const Arguments& a, const Input& in, const
 #pragma unroll
     for (int i = 0; i < WEIGHT_COPIES; i++) {
         if (ROWS % ROWS_AT_ONCE == 0 || c.row + i * ROWS_AT_ONCE < ROWS)
-            copy(to + i * ROWS_AT_ONCE * ROW_BYTES, c.weight[i] + from, inside && (c.live >> i & 1) ? 16 : 0);
+            copy(place(to, i), c.weight[i] + from, inside && (c.live >> i & 1) ? 16 : 0);
     }
 #pragma unroll
     for (int i = 0; i < TOKEN_COPIES; i++) {
@@ -169,7 +179,7 @@ __device__ __forceinline__ void bring(const Arguments& a, const Input& in, const
         const bool exists = token < a.tokens;
         const TYPE* at = exists ? c.token + i * ROWS_AT_ONCE * in.x_stride : in.x;
         if (TOKENS % ROWS_AT_ONCE == 0 || token < TOKENS)
-            copy(to + (ROWS + i * ROWS_AT_ONCE) * ROW_BYTES, at + from, inside && exists ? 16 : 0);
+            copy(place(to + ROWS * ROW_BYTES, i), at + from, inside && exists ? 16 : 0);
     }
 }
 
@@ -310,25 +320,33 @@ struct OfPartials {
     }
 };
 
-// Writes part `part` of `PARTS` of what the group computes.
+// Writes part `part` of `PARTS` of what the group computes: a thread has one row of a tile, and every sixteenth token.
 template <int PARTS, class Sums>
 __device__ __forceinline__ void write(const Given& a, int group, int part, const Sums& sums) {
-    constexpr bool BY_TILE = BLOCK_TILES % PARTS == 0;
-    constexpr int TILE_STEP = BY_TILE ? PARTS : 1, THREAD_STEP = BY_TILE ? THREADS : PARTS * THREADS;
-    for (int i = BY_TILE ? part : 0; i < BLOCK_TILES; i += TILE_STEP) {
-        const int tile = group * BLOCK_TILES + i;
-        if (tile >= a.tiles) return;
+    constexpr int AT_ONCE = TOKENS < 16 ? 16 / TOKENS : 1, EACH = TOKENS < 16 ? 1 : TOKENS / 16;
+    const int row = threadIdx.x % 16, first_token = threadIdx.x / 16 % TOKENS;
+    for (int i = part * AT_ONCE; i < BLOCK_TILES; i += PARTS * AT_ONCE) {
+        const int in_group = i + threadIdx.x / 16 / TOKENS, tile = group * BLOCK_TILES + in_group;
+        if (in_group >= BLOCK_TILES || tile >= a.tiles) return;
         const int linear = linear_of(a, tile);
         const Linear& of = a.linears[linear];
-        const int before = (tile - of.first_tile) * 16, rows = min(16, of.rows - before);
-        for (int j = (BY_TILE ? 0 : part * THREADS) + threadIdx.x; j < a.tokens * 16; j += THREAD_STEP) {
-            const int token = j / 16, row = j % 16;
-            if (row >= rows) continue;
-            float sum = scaled(a, linear, token, before + row, sums(token, i * 16 + row));
-            if (of.bias != nullptr) sum += number(of.bias[before + row]);
-            const i64 at = token * of.out_stride + before + row;
-            if (of.wide) static_cast<float*>(of.out)[at] = sum;
-            else round_into(sum, static_cast<TYPE*>(of.out) + at);
+        const int in_linear = (tile - of.first_tile) * 16 + row;
+        if (in_linear >= of.rows) continue;
+        const float bias = of.bias == nullptr ? 0.0f : number(of.bias[in_linear]);
+        float results[EACH];
+#pragma unroll
+        for (int j = 0; j < EACH; j++) {  // all loads first: behind a store they would wait for it
+            const int token = first_token + j * 16;
+            if (token < a.tokens) results[j] = scaled(a, linear, token, in_linear, sums(token, in_group * 16 + row));
+        }
+#pragma unroll
+        for (int j = 0; j < EACH; j++) {
+            const int token = first_token + j * 16;
+            const i64 at = token * of.out_stride + in_linear;
+            if (token >= a.tokens) continue;
+            if (of.bias != nullptr) results[j] += bias;
+            if (of.wide) static_cast<float*>(of.out)[at] = results[j];
+            else round_into(results[j], static_cast<TYPE*>(of.out) + at);
         }
     }
 }
@@ -358,19 +376,25 @@ __device__ __forceinline__ void finish(const Given& a, int group, int split, flo
     }
 }
 
-// Block b has rows of group b / SPLITS, and of the columns the part b % SPLITS.
+// Block, or cluster, i has the rows of group i * stride modulo their count; of the columns block b has part b % SPLITS.
 __device__ __forceinline__ void run(const Given& a) {
-    const int group = blockIdx.x / SPLITS, split = blockIdx.x % SPLITS;
+    const int group = blockIdx.x / SPLITS * a.stride % (gridDim.x / SPLITS), split = blockIdx.x % SPLITS;
     const int warp = threadIdx.x / 32, row_warp = warp % ROW_WARPS, column_warp = warp / ROW_WARPS;
     const Input& in = input_of(a, group);
     const int stages = (in.columns + COLUMNS - 1) / COLUMNS;
     const int first = stages * split / SPLITS, end = stages * (split + 1) / SPLITS;
-    bring_ahead(a, in, group, first, end);
+    bring_ahead(a, in, group, first);
     const Copies c = copies_of(a, in, group);
     wait_for_inputs();
 
+    // Stages that are under way at once. Rows of pairs have half of the bytes: with half of them under way, memory
+    // serves all blocks in about the same time.
+    constexpr int MANY = STAGES - 1, FEW = LOW ? (MANY + 1) / 2 : MANY;
+    const bool few = FEW < MANY && has_pairs(in);
+    const int ahead = few ? FEW : MANY;
 #pragma unroll
-    for (int i = 0; i < STAGES - 1; i++) {
+    for (int i = 0; i < MANY; i++) {
+        if (i >= ahead) break;
         if (first + i < end) bring(a, in, c, first + i, i);
         commit();
     }
@@ -380,10 +404,13 @@ __device__ __forceinline__ void run(const Given& a) {
     float sums[TILES][TOKENS / 8][4] = {};
     const u32 memory = address_of(shared_memory());
     for (int stage = first, slot = 0; stage < end; stage++) {
-        wait_for_copies<STAGES - 2>();
-        __syncthreads();  // this stage is there for all, and all are done with the one before
-        const int next = stage + STAGES - 1, free = slot == 0 ? STAGES - 1 : slot - 1;
-        if (next < end) bring(a, in, c, next, free);
+        if (few) wait_for_copies<FEW - 1>();
+        else wait_for_copies<MANY - 1>();
+        // This stage is there for all who read it, and all of them are done with the one before.
+        if constexpr (APART) meet_in_part<PART>(column_warp);
+        else __syncthreads();
+        const int next = slot + ahead;
+        if (stage + ahead < end) bring(a, in, c, stage + ahead, next < STAGES ? next : next - STAGES);
         commit();
 #if LOW
         if (in.of_pairs) multiply_pairs(memory + slot * STAGE_BYTES, row_warp, column_warp, sums);
