@@ -16,11 +16,13 @@ replay by replay; median. The inputs and weights are random.
 - `pack: proposal ...`: up to 512 tokens, the packed product with other algorithms of cuBLASLt (`proposals.py`).
 - `skinny: ...`: up to 64 tokens, the plans of the kernel for few tokens (docs/projections.md), on the same weights.
 - `ours`: `dsv4::grouped_linear` as `projections="auto"` runs it. Its choice is measured in this run, by itself.
-- `floor`: weights, input and outputs as fast as a large copy in the same run, or the products at 800 TFLOP/s,
-  whichever takes longer.
+- `floor`: weights, input and outputs as fast as a large tensor is read or copied in the same run, or the products at
+  800 TFLOP/s, whichever takes longer.
+- `reading`: a launch that only brings the weights into shared memory (`reading.py`), one after the other like the rest.
 
 In the table `mixed` the query and key projections are float8 (e4m3, scaled by tensor), with an input of their own; in
-the first columns they are one product of `torch._scaled_mm`. `ours` is `dsv4::mixed_linear` on all seven as
+the first columns they are one product of `torch._scaled_mm`. In the table `scales` each of the two has a scale of its
+own, so that they are two products there. `ours` is `dsv4::mixed_linear` on all seven as
 `projections="auto"` runs it, `streams` and `skinny: ...` are its ways: in the latter one launch has all weights.
 `grouped + _scaled_mm` is that product beside the operator for the rest, also with the product on a side stream.
 `host`: microseconds of the host for a call outside of a graph, with one token; `direct` as compiled code calls the
@@ -33,6 +35,7 @@ import argparse
 import functools
 import gc
 import json
+import math
 import os
 import statistics
 import tempfile
@@ -44,6 +47,7 @@ from typing import Any
 
 import torch
 from graph_timing import REPLAYS, Calls, microseconds, sets_beyond_l2, side_by_side  # beside this script
+from reading import read
 from torch import Tensor
 from torch.nn import functional
 
@@ -54,7 +58,8 @@ from dsv4_compile.kernels.linear.buckets import bucket_of
 from dsv4_compile.kernels.linear.products import FLOAT8, Scaled
 
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-MIXED_TOKENS = (1, 8, 16, 32, 64, 256, 1024)
+MIXED_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024)
+MIXED = ("mixed", "scales")
 CALLS = 20
 FLOPS = 800e12
 METHOD = (
@@ -65,12 +70,13 @@ METHOD = (
 
 @functools.cache
 def bandwidth() -> float:
-    """Bytes a second that a copy on the device reads and writes; without one, an H100's."""
+    """Bytes a second that the memory gives, read or copied; without a device, an H100's."""
     if not torch.cuda.is_available():
         return 3.0e12
     source, to = (torch.empty(1 << 30, dtype=torch.uint8, device="cuda") for _ in range(2))
     # The first ones run before the clocks have risen.
-    return 2e6 * source.numel() / min(microseconds([lambda: to.copy_(source)] * 2) for _ in range(10))
+    copied = 2e6 * source.numel() / min(microseconds([lambda: to.copy_(source)] * 2) for _ in range(10))
+    return max(copied, 1e6 * source.numel() / min(microseconds([lambda: read(source)] * 2) for _ in range(10)))
 
 
 @dataclass(frozen=True)
@@ -99,7 +105,7 @@ FLASH = Group(4096, (1024, 512, *REST), (2, 2, 2, 1), (0, 0, 1, 1, 2, 2, 3))
 PRO = Group(7168, (1536, 512, *REST), (2, 2, 2, 1), (0, 0, 1, 1, 2, 2, 3))
 QWEN = Group(2048, (12288, 64), (1, 1), (0, 1))
 GROUPS = {"flash": FLASH, "pro": PRO, "qwen": QWEN}
-TABLES = (*GROUPS, "mixed", "host")
+TABLES = (*GROUPS, "mixed", "scales", "host")
 
 
 @dataclass(frozen=True)
@@ -175,8 +181,10 @@ def measure(table: str, group: Group, tokens: int) -> dict[str, float]:
     sets = [make(group, tokens, seed) for seed in range(sets_beyond_l2(group.weight_bytes))]
     runs = columns_of(group, tokens)
     check(runs, sets[0])
-    row = side_by_side({name: each(run, sets) for name, run in runs.items()})
-    return {"floor": group.floor(tokens), **row}
+    calls = {name: each(run, sets) for name, run in runs.items()}
+    if torch.cuda.is_available():
+        calls = {"reading": each(lambda one: read(one.whole), sets), **calls}
+    return {"floor": group.floor(tokens), **side_by_side(calls)}
 
 
 def check(runs: dict[str, Callable[[Inputs], Any]], one: Inputs) -> None:
@@ -200,8 +208,9 @@ class Mixed:
     low: Tensor
     low_weight: Tensor
     unit: Tensor
-    scale: Tensor
+    scales: list[Tensor]
     rest: Inputs
+    memory: Tensor
 
     @property
     def low_weights(self) -> list[Tensor]:
@@ -209,7 +218,7 @@ class Mixed:
 
     @property
     def scaled(self) -> list[Scaled]:
-        return [Scaled(self.low, self.unit, self.scale, torch.bfloat16)] * len(LOW_FEATURES)
+        return [Scaled(self.low, self.unit, scale, torch.bfloat16) for scale in self.scales]
 
 
 MIXED_REST = Group(4096, REST, (2, 2, 1), (0, 0, 1, 1, 2))
@@ -218,16 +227,32 @@ MIXED_NUMBERS = (0, 0, 1, 1, 2, 3, 3)
 BESIDE = ("grouped + _scaled_mm", "grouped + _scaled_mm on a stream")
 
 
-def make_mixed(tokens: int, seed: int) -> Mixed:
+def make_mixed(tokens: int, seed: int, apart: bool = False) -> Mixed:
     rest = make(MIXED_REST, tokens, seed)
-    weight = torch.randn(sum(LOW_FEATURES), MIXED_REST.columns, device=device()).to(FLOAT8)
-    unit = torch.ones((), device=device())
-    return Mixed(rest.x.to(FLOAT8), weight, unit, unit * MIXED_REST.columns**-0.5, rest)
+    shape = sum(LOW_FEATURES), MIXED_REST.columns
+    # All weights in one piece of memory, for `reading`.
+    memory = torch.empty(rest.whole.nbytes + math.prod(shape), dtype=torch.uint8, device=device())
+    whole = memory[: rest.whole.nbytes].view(torch.bfloat16).view(rest.whole.shape).copy_(rest.whole)
+    weight = memory[rest.whole.nbytes :].view(FLOAT8).view(shape).copy_(torch.randn(shape, device=device()))
+    sizes = [merged.shape[0] for merged in rest.merged]
+    rest = Inputs(rest.x, whole, list(whole.split(MIXED_REST.features)), list(whole.split(sizes)))
+    scales = [torch.full((), MIXED_REST.columns**-0.5, device=device()) for _ in LOW_FEATURES]
+    scales = scales if apart else scales[:1] * len(LOW_FEATURES)
+    return Mixed(rest.x.to(FLOAT8), weight, torch.ones((), device=device()), scales, rest, memory)
 
 
 def low_product(one: Mixed) -> Tensor:
-    scales = {"scale_a": one.unit, "scale_b": one.scale}
+    scales = {"scale_a": one.unit, "scale_b": one.scales[0]}
     return torch._scaled_mm(one.low, one.low_weight.t(), **scales, out_dtype=torch.bfloat16)
+
+
+def low_products(one: Mixed) -> list[Tensor]:
+    """With a scale for each weight."""
+    layers = zip(one.low_weights, one.scales, strict=True)
+    return [
+        torch._scaled_mm(one.low, weight.t(), scale_a=one.unit, scale_b=scale, out_dtype=torch.bfloat16)
+        for weight, scale in layers
+    ]
 
 
 def mixed_legal(one: Mixed, tokens: int) -> tuple[str, ...]:
@@ -235,7 +260,7 @@ def mixed_legal(one: Mixed, tokens: int) -> tuple[str, ...]:
     card = tuning.card_of(torch.cuda.current_device() if torch.cuda.is_available() else None)
     features = (*MIXED_REST.features, *LOW_FEATURES)
     dtypes = (one.rest.x.dtype,) * len(REST) + (FLOAT8,) * len(LOW_FEATURES)
-    runs = (tuple(range(len(REST))), *((i,) for i in range(len(REST), len(features))))
+    runs = (tuple(range(len(REST))), tuple(range(len(REST), len(features))))
     lows = tuple(strategies.Low(torch.bfloat16, False, 0, False) for _ in LOW_FEATURES)
     weights = (MIXED_REST.columns, features, dtypes, (False,) * len(features), runs)
     of = strategies.Problem(card, *weights, MIXED_NUMBERS, one.rest.x.dtype, True, scaled=lows)
@@ -244,7 +269,7 @@ def mixed_legal(one: Mixed, tokens: int) -> tuple[str, ...]:
 
 def mixed_ours(one: Mixed) -> list[Tensor]:
     count = len(LOW_FEATURES)
-    scales = [one.unit] * count, [one.scale] * count
+    scales = [one.unit] * count, one.scales
     low = [one.low] * count, one.low_weights, [None] * count, *scales, torch.bfloat16, False
     nothing = [None] * len(REST)
     return torch.ops.dsv4.mixed_linear.default.direct(one.rest.x, one.rest.weights, nothing, list(MIXED_NUMBERS), *low)
@@ -257,7 +282,7 @@ def mixed_way(name: str, one: Mixed) -> list[Tensor]:
 
 def check_mixed(runs: dict[str, Callable[[Mixed], Any]], one: Mixed) -> None:
     """Every column computes the same; the order of the results differs."""
-    low = one.scale * (one.low.float() @ one.low_weight.float().t())
+    low = one.scales[0] * (one.low.float() @ one.low_weight.float().t())
     exact = torch.cat([low, one.rest.x.float() @ one.rest.whole.float().t()], -1).norm()
     for name, run in runs.items():
         parts: list[Tensor] = []
@@ -275,37 +300,38 @@ def check_mixed(runs: dict[str, Callable[[Mixed], Any]], one: Mixed) -> None:
             raise SystemExit(f"{name} is wrong: a norm of {float(norm):.4e} and not {float(exact):.4e}")
 
 
-def measure_mixed(tokens: int) -> dict[str, float]:
+def measure_mixed(apart: bool, tokens: int) -> dict[str, float]:
     weight_bytes = sum(LOW_FEATURES) * MIXED_REST.columns + MIXED_REST.weight_bytes
-    sets = [make_mixed(tokens, seed) for seed in range(sets_beyond_l2(weight_bytes))]
+    sets = [make_mixed(tokens, seed, apart) for seed in range(sets_beyond_l2(weight_bytes))]
+    float8 = low_products if apart else low_product
 
     def serial(one: Mixed) -> Any:
-        return low_product(one), [functional.linear(one.rest.x, weight) for weight in one.rest.merged]
+        return float8(one), [functional.linear(one.rest.x, weight) for weight in one.rest.merged]
 
     def packed(one: Mixed) -> Any:
-        return low_product(one), torch.mm(one.rest.x, one.rest.whole.t())
+        return float8(one), torch.mm(one.rest.x, one.rest.whole.t())
 
     def forked(one: Mixed) -> Any:
         def main() -> Tensor:
             return functional.linear(one.rest.x, one.rest.merged[0])
 
         others = [functools.partial(functional.linear, one.rest.x, weight) for weight in one.rest.merged[1:]]
-        return streams.execute_in_parallel(main, [lambda: low_product(one), *others], device())
+        return streams.execute_in_parallel(main, [lambda: float8(one), *others], device())
 
     def packed_and_forked(one: Mixed) -> Any:
         def main() -> Tensor:
             return torch.mm(one.rest.x, one.rest.whole.t())
 
-        return streams.execute_in_parallel(main, [lambda: low_product(one)], device())
+        return streams.execute_in_parallel(main, [lambda: float8(one)], device())
 
     def with_ours(one: Mixed) -> Any:
-        return low_product(one), ours(one.rest, MIXED_REST.numbers)
+        return float8(one), ours(one.rest, MIXED_REST.numbers)
 
     def ours_and_forked(one: Mixed) -> Any:
         def main() -> list[Tensor]:
             return ours(one.rest, MIXED_REST.numbers)
 
-        return streams.execute_in_parallel(main, [lambda: low_product(one)], device())
+        return streams.execute_in_parallel(main, [lambda: float8(one)], device())
 
     runs: dict[str, Callable[[Mixed], Any]] = {
         "serial": serial,
@@ -317,6 +343,7 @@ def measure_mixed(tokens: int) -> dict[str, float]:
         "ours": mixed_ours,
     }
     check_mixed(runs, sets[0])
+    runs = {"reading": lambda one: read(one.memory), **runs}
     row = side_by_side(
         {name: [functools.partial(run, one) for one in sets] * max(1, CALLS // len(sets)) for name, run in runs.items()}
     )
@@ -369,20 +396,22 @@ def show(table: str, rows: dict[str, dict[str, float]]) -> None:
     print("|--:|" + "--:|" * (len(names) + 1) + "---|")
     for tokens, row in rows.items():
         cells = [f"{row[name]:.1f}" if name in row else "" for name in names]
-        mine = ("floor", "ours", *BESIDE, *strategies.STRATEGIES)
+        mine = ("floor", "reading", "ours", *BESIDE, *strategies.STRATEGIES)
         others = [took for name, took in row.items() if name not in mine]
         print(f"| {tokens} | " + " | ".join(cells) + f" | {row['ours'] / min(others):.2f} | {way(table, tokens)} |")
 
 
 def way(table: str, tokens: str) -> str:
     """What `ours` runs for this row."""
-    group = MIXED_REST if table == "mixed" else GROUPS[table]
-    features = (*REST, *LOW_FEATURES) if table == "mixed" else group.features
+    group = GROUPS.get(table, MIXED_REST)
+    features = (*REST, *LOW_FEATURES) if table in MIXED else group.features
+    scales = len(LOW_FEATURES) if table == "scales" else 1
     limit = bucket_of(int(tokens))
     known = [
         entry["strategy"]
         for entry in linear.choices()
         if (entry["columns"], entry["features"]) == (group.columns, features)
+        and len({low["of_weight"] for low in entry["scaled"]}) in (0, scales)
         and (entry["tokens"] or float("inf")) == limit
     ]
     return ", ".join(dict.fromkeys(known))
@@ -397,8 +426,10 @@ def measure_all(tables: list[str], tokens: list[int] | None) -> dict[str, Any]:
             for name, row in result["host"].items():
                 print(f"\nhost, {name}: " + ", ".join(f"{way} {took:.1f}" for way, took in row.items()), flush=True)
         else:
-            counts = tokens or (MIXED_TOKENS if table == "mixed" else TOKENS)
-            run = measure_mixed if table == "mixed" else functools.partial(measure, table, GROUPS[table])
+            counts = tokens or (MIXED_TOKENS if table in MIXED else TOKENS)
+            run = functools.partial(measure_mixed, table == "scales")
+            if table in GROUPS:
+                run = functools.partial(measure, table, GROUPS[table])
             rows = {str(count): run(count) for count in track(counts, f"Timing {table}", delay=0)}
             show(table, rows)
             result["rows"] |= {f"{table}/{count}": row for count, row in rows.items()}
@@ -432,7 +463,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.tiny:
         tiny()
-        arguments.tables = [table for table in arguments.tables if table != "mixed"]
+        arguments.tables = [table for table in arguments.tables if table not in MIXED]
         arguments.tokens = arguments.tokens or [1, 9]
     elif not torch.cuda.is_available():
         raise SystemExit("There is no CUDA device; --tiny runs small groups on the CPU.")

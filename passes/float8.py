@@ -23,7 +23,7 @@ from dsv4_compile.passes.region import are, aten, count, leaf_of, packet, shape,
 from dsv4_compile.passes.sites import module_path
 from dsv4_compile.passes.storages import arguments
 
-__all__ = ["ScaledProduct", "apart", "beside", "is_scaled", "operands", "parse"]
+__all__ = ["ScaledProduct", "apart", "beside", "is_scaled", "operands", "packable", "parse"]
 
 FLOAT8 = torch.float8_e4m3fn
 
@@ -190,6 +190,17 @@ def apart(products: Sequence[ScaledProduct], others: Iterable[torch.dtype]) -> s
     return (
         "" if products[0].columns % 16 == 0 else ", apart from the others, because their columns are no multiple of 16"
     )
+
+
+def packable(products: Sequence[ScaledProduct]) -> list[list[ScaledProduct]]:
+    """Those of one input, two or more, whose weights can be laid one behind the other for one product of all."""
+    alike: dict[tuple[Node, Node], dict[Node, ScaledProduct]] = {}
+    for product in products:
+        whole = product.weight.op == "placeholder" and product.turned and value(product.weight).is_contiguous()
+        if whole and product.bias is None and product.dtype == torch.bfloat16:
+            # A weight that several of them read lies in one place.
+            alike.setdefault((product.input, product.input_scale), {}).setdefault(product.weight, product)
+    return [list(found.values()) for found in alike.values() if len(found) > 1]
 
 
 def operands(graph: Graph, products: Sequence[ScaledProduct]) -> tuple[Any, ...]:

@@ -27,6 +27,7 @@ from dsv4_compile.kernels.environment import word
 from dsv4_compile.passes import float8, hoisting, opaque
 from dsv4_compile.passes.assignment import assigned
 from dsv4_compile.passes.emission import call, item, reshape_rows
+from dsv4_compile.passes.float8 import ScaledProduct
 from dsv4_compile.passes.layout import with_new_strides
 from dsv4_compile.passes.linears import Group, Linear, find, left_alone, operands
 from dsv4_compile.passes.opaque import OpaqueProduct
@@ -73,12 +74,12 @@ class ProjectionsPass:
             streams = assigned(group, self.num_streams)
             # The activation may itself have been the result of a linear of an earlier group.
             group = replace(group, x=moved.get(group.x, group.x))
-            alike: list[list[Linear]] = []
+            alike: list[Sequence[Linear | ScaledProduct]] = []
             if strategy == "measured":
                 alike = _packable(group) if self.pack else []
                 moved |= _measured(graph, group, order, streams, self.stream_max_tokens, self.pack)
             elif strategy == "pack":
-                alike = [list(group.linears)]
+                alike = [group.linears]
                 moved |= _pack(graph, group, order)
             elif strategy == "streams" or self.strategy != "auto":
                 slots = streams if strategy == "streams" else [0] * len(streams)
@@ -235,9 +236,10 @@ def _by_dtype(group: Group) -> list[list[Linear]]:
     return list(alike.values())
 
 
-def _packable(group: Group) -> list[list[Linear]]:
-    """The linears whose weights can be laid one behind the other, for each dtype."""
-    return [linears for linears in _by_dtype(group) if len(linears) > 1 and _pack_obstacle(linears) is None]
+def _packable(group: Group) -> list[Sequence[Linear | ScaledProduct]]:
+    """The layers whose weights can be laid one behind the other: those of each dtype, and of each float8 input."""
+    plain = [linears for linears in _by_dtype(group) if len(linears) > 1 and _pack_obstacle(linears) is None]
+    return [*plain, *float8.packable(group.low)]
 
 
 def _pack_obstacle(linears: Sequence[Linear]) -> str | None:
@@ -302,22 +304,23 @@ def _measured(
         if group.low:
             target, args = torch.ops.dsv4.mixed_linear.default, (*args, *float8.operands(graph, group.low))
         args = (*args, max_tokens, pack, *([flags] if any(flags) else []))
-        made = opaque.emit(graph, target, args, len(kinds) + len(group.low), group.side, max_tokens, first)
+        joint: list[Sequence[Linear | ScaledProduct]] = [*kinds, *([group.low] if group.low else [])]
+        made = opaque.emit(graph, target, args, len(joint), group.side, max_tokens, first)
         outputs: dict[Node, Node] = {}
-        for i, linears in enumerate(kinds):
-            columns = item(graph, made, i)
-            if len(linears) == 1:
-                outputs[linears[0].node] = columns
-                continue
-            outputs |= _slices(graph, columns, linears)
-        low = [item(graph, made, i) for i in range(len(kinds), len(kinds) + len(group.low))]
+        for i, linears in enumerate(joint):
+            outputs |= _slices(graph, item(graph, made, i), linears)
     moved = _replace(graph, group, [outputs[linear.node] for linear in group.linears])
-    moved |= {product.node: product.put(graph, output) for product, output in zip(group.low, low, strict=True)}
+    for product in group.low:
+        moved[product.node] = product.put(graph, outputs[product.node])
+        if len(group.low) > 1:
+            with_new_strides(graph, moved[product.node])
     return moved | opaque.put(graph, made, group.side)
 
 
-def _slices(graph: Graph, made: Node, linears: Sequence[Linear]) -> dict[Node, Node]:
+def _slices(graph: Graph, made: Node, linears: Sequence[Linear | ScaledProduct]) -> dict[Node, Node]:
     """The columns of each of `linears` in their joint result."""
+    if len(linears) == 1:
+        return {linears[0].node: made}
     outputs, start = {}, 0
     for linear in linears:
         stop = start + linear.features

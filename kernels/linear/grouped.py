@@ -6,10 +6,10 @@ and dtypes only, so that a weight that was moved or replaced is another list: no
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import itertools
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from dsv4_compile.kernels.linear import packing, products, skinny, strategies, tuning
 from dsv4_compile.kernels.linear.buckets import LIMITS
-from dsv4_compile.kernels.linear.products import FLOAT8, Scaled
-from dsv4_compile.kernels.linear.strategies import Low, Operand, Plan, Problem
+from dsv4_compile.kernels.linear.products import Scaled
+from dsv4_compile.kernels.linear.strategies import Card, Low, Operand, Plan, Problem
 
 __all__ = ["Group", "choose", "composed", "fake", "known_as", "run", "run_as", "run_plan"]
 
@@ -55,13 +55,18 @@ class Group:
         scaled: tuple[Low, ...] = (),
         wide: tuple[bool, ...] = (),
     ) -> Problem:
+        card = tuning.card_of(rows.device.index if rows.is_cuda else None)
+        biased = tuple(bias is not None for bias in biases)
+        runs: tuple[tuple[int, ...], ...] = tuple((i,) for i in range(len(self.features)))
+        if pack:
+            runs = _parted(self.runs, wide, len(self.features) - len(scaled), scaled, biased, card)
         return Problem(
-            tuning.card_of(rows.device.index if rows.is_cuda else None),
+            card,
             self.columns,
             self.features,
             self.dtypes,
-            tuple(bias is not None for bias in biases),
-            _parted(self.runs, wide) if pack else tuple((i,) for i in range(len(self.features))),
+            biased,
+            runs,
             tuple(streams),
             rows.dtype,
             rows.is_contiguous(),
@@ -294,15 +299,12 @@ def run_plan(
 
 
 def _runs(weights: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
-    """The members of each run of weights of one dtype that lie one behind the other, in the order of the outputs.
-
-    float8 weights have scales of their own, so none of them is in a run with others.
-    """
+    """The members of each run of weights of one dtype that lie one behind the other, in the order of the outputs."""
     runs: list[list[int]] = []
     for dtype in dict.fromkeys(weight.dtype for weight in weights):
         run: list[int] = []
         for member in (i for i, weight in enumerate(weights) if weight.dtype == dtype):
-            if run and dtype != FLOAT8 and packing.separation([weights[i] for i in (*run, member)]) is None:
+            if run and packing.separation([weights[i] for i in (*run, member)]) is None:
                 run.append(member)
             else:
                 run = [member]
@@ -310,19 +312,32 @@ def _runs(weights: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, runs))
 
 
-def _parted(runs: tuple[tuple[int, ...], ...], wide: Sequence[bool]) -> tuple[tuple[int, ...], ...]:
-    """The same runs, cut where results have another dtype than those before."""
-    if not any(wide):
-        return runs
+def _parted(
+    runs: tuple[tuple[int, ...], ...],
+    wide: Sequence[bool],
+    plain: int,
+    scaled: Sequence[Low],
+    biased: Sequence[bool],
+    card: Card,
+) -> tuple[tuple[int, ...], ...]:
+    """The same runs, cut where one product cannot go on.
+
+    That is where results have another dtype than those before. Of float8 weights (those from `plain` on) one product
+    takes those of one input and its scale, without a bias, whose results are bfloat16: what all kernels of torch with a
+    scale for each column do.
+    """
+
+    def kind(member: int) -> Hashable:
+        if member < plain:
+            return bool(wide) and wide[member]
+        low = scaled[member - plain]
+        joins = low.dtype == torch.bfloat16 and not biased[member] and card.capability >= skinny.FLOAT8
+        return dataclasses.replace(low, of_weight=0) if joins else member
+
     parted: list[tuple[int, ...]] = []
     for run in runs:
-        is_wide = functools.partial(_is_wide, wide)
-        parted += [tuple(members) for _, members in itertools.groupby(run, is_wide)]
+        parted += [tuple(members) for _, members in itertools.groupby(run, kind)]
     return tuple(parted)
-
-
-def _is_wide(wide: Sequence[bool], member: int) -> bool:
-    return member < len(wide) and wide[member]
 
 
 def _sameness(weights: Sequence[Tensor]) -> Callable[..., bool]:

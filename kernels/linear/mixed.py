@@ -97,7 +97,8 @@ def fake(
     scaled = _scaled(inputs, input_scales, weight_scales, dtype, fast)
     _check(x, weights, biases, streams, scaled, low_weights, low_biases)
     plain = grouped.fake(x, weights, biases, streams[: len(weights)], wide=wide)
-    return plain + [x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype) for weight in low_weights]
+    features = sum(weight.shape[0] for weight in low_weights)
+    return plain + [x.new_empty((*x.shape[:-1], features), dtype=dtype)] * bool(low_weights)
 
 
 def composed(
@@ -116,17 +117,19 @@ def composed(
     pack: bool = True,
     wide: Sequence[bool] = (),
 ) -> list[Tensor]:
-    """Outputs of which those of the float8 weights have no gradients."""
+    """Outputs of which that of the float8 weights has no gradient."""
     scaled = _scaled(inputs, input_scales, weight_scales, dtype, fast)
     _check(x, weights, biases, streams, scaled, low_weights, low_biases)
     plain = grouped.composed(x, weights, biases, streams[: len(weights)], wide=wide)
-    low = []
+    if not low_weights:
+        return plain
+    features = [weight.shape[0] for weight in low_weights]
     with torch.no_grad():
-        for given, weight, bias in zip(scaled, low_weights, low_biases, strict=True):
-            out = x.new_empty((given.rows.shape[0], weight.shape[0]), dtype=given.dtype)
-            made = products.multiply_scaled(given, weight.t(), bias, out)
-            low.append(made.view(*x.shape[:-1], weight.shape[0]))
-    return plain + low
+        low = x.new_empty((scaled[0].rows.shape[0], sum(features)), dtype=dtype)
+        outs = low.split(features, dim=1)
+        for given, weight, bias, out in zip(scaled, low_weights, low_biases, outs, strict=True):
+            products.multiply_scaled(given, weight.t(), bias, out)
+    return [*plain, low.view(*x.shape[:-1], sum(features))]
 
 
 def _scaled(
@@ -158,12 +161,19 @@ def _side_by_side(scale: Tensor) -> Tensor:
 
 
 def _lows(scaled: Sequence[Scaled]) -> tuple[Low, ...]:
-    numbers: dict[tuple[int, int], int] = {}
+    inputs: dict[tuple[int, int], int] = {}
+    of_rows: dict[int, int] = {}
+    of_weights: dict[int, int] = {}
     found = []
     for given in scaled:
-        number = numbers.setdefault((given.rows.data_ptr(), given.rows.stride(0)), len(numbers))
         by_row = given.of_rows.numel() > 1 or given.of_weight.numel() > 1
-        found.append(Low(given.dtype, by_row, number, given.fast))
+        numbers = (
+            inputs.setdefault((given.rows.data_ptr(), given.rows.stride(0)), len(inputs)),
+            given.fast,
+            of_rows.setdefault(given.of_rows.data_ptr(), len(of_rows)),
+            of_weights.setdefault(given.of_weight.data_ptr(), len(of_weights)),
+        )
+        found.append(Low(given.dtype, by_row, *numbers))
     return tuple(found)
 
 

@@ -118,7 +118,7 @@ def mixed_linear(
         fast: `use_fast_accum` where `torch._scaled_mm` makes the product.
 
     Returns:
-        The results of `grouped_linear`, then `[..., M_j]` for each of `low_weights`, without gradients; contiguous.
+        The results of `grouped_linear`, then `[..., sum M_j]` of all `low_weights`, without gradients; contiguous.
 
     Raises:
         RuntimeError: lists differ in length, a stream is negative, or a shape or dtype does not fit.

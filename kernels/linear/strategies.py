@@ -10,7 +10,7 @@
     skinny: ...      current stream:  abc wherever they lie, d        up to 64 tokens (`skinny`)
 
 A group may have float8 weights besides, at its end, each with a float8 input and scales of its own (`Scaled`): in torch
-`_scaled_mm` makes their products, in `skinny` the launch of the others. Each of them has an output of its own.
+`_scaled_mm` makes their products, in `skinny` the launch of the others. They have one output together.
 
 Each product writes its columns of the output of its dtype. A further way (a kernel of its own, say) is one more entry
 of `STRATEGIES`.
@@ -75,12 +75,15 @@ Kind = tuple[torch.dtype, bool]
 @dataclass(frozen=True)
 class Low:
     """A float8 weight. `dtype` is that of the result, `by_row` whether each row and each token has a scale of its own,
-    `input` the number of its input (those with one number have one input), `fast` as in `products.Scaled`."""
+    `input` the number of its input (those with one number have one input), `fast` as in `products.Scaled`, `of_rows`
+    and `of_weight` the numbers of the scales."""
 
     dtype: torch.dtype
     by_row: bool
     input: int
     fast: bool
+    of_rows: int = 0
+    of_weight: int = 0
 
 
 @dataclass(frozen=True)
@@ -291,7 +294,7 @@ def _units(strategy: Strategy, problem: Problem) -> tuple[tuple[int, ...], ...]:
 def _columns(problem: Problem) -> tuple[list[tuple[int, int, int]], tuple[tuple[torch.dtype, int], ...]]:
     """Output, first column and last of each member, and dtype and width of each output.
 
-    Members of one kind are side by side in an output; float8 weights have outputs of their own.
+    Members of one kind are side by side in an output; float8 weights in one of their own for each dtype of results.
     """
     widths: dict[Kind, int] = {}
     places = []
@@ -299,10 +302,13 @@ def _columns(problem: Problem) -> tuple[list[tuple[int, int, int]], tuple[tuple[
         start = widths.setdefault(problem.kind(i), 0)
         widths[problem.kind(i)] = start + features
         places.append(([*widths].index(problem.kind(i)), start, start + features))
-    low = list(zip((low.dtype for low in problem.scaled), problem.features[problem.plain :], strict=True))
-    places += [(i, 0, features) for i, (_, features) in enumerate(low, len(widths))]
     outputs = [(torch.float32 if wide else dtype, width) for (dtype, wide), width in widths.items()]
-    return places, (*outputs, *low)
+    of_low: dict[torch.dtype, int] = {}
+    for low, features in zip(problem.scaled, problem.features[problem.plain :], strict=True):
+        start = of_low.setdefault(low.dtype, 0)
+        of_low[low.dtype] = start + features
+        places.append((len(outputs) + [*of_low].index(low.dtype), start, start + features))
+    return places, (*outputs, *of_low.items())
 
 
 def _product(
@@ -404,6 +410,11 @@ def _task(
     plain = len(weights) - len(scaled)
     if members[0] >= plain:
         assert isinstance(operand, Tensor)
+        output = output[:, product.start : product.stop]
+        if len(members) > 1:
+            features = [weights[i].shape[0] for i in members]
+            together = [scaled[i - plain] for i in members]
+            return functools.partial(products.multiply_scaled_together, together, features, operand, output)
         given = scaled[members[0] - plain]
         return functools.partial(products.multiply_scaled, given, operand, biases[members[0]], output)
     dtype = weights[members[0]].dtype

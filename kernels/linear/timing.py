@@ -140,14 +140,19 @@ def _take_set(cursor: _Cursor, problem: Problem, tokens: int) -> _Set:
 
 
 def _take_scaled(cursor: _Cursor, problem: Problem, tokens: int) -> list[Scaled]:
-    inputs: dict[int, Tensor] = {}
+    taken: dict[tuple[str, int, tuple[int, ...]], Tensor] = {}
+
+    def take(what: str, number: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+        if (what, number, shape) not in taken:
+            taken[what, number, shape] = cursor.take(shape, dtype)
+        return taken[what, number, shape]
+
     found = []
     for low, features in zip(problem.scaled, problem.features[problem.plain :], strict=True):
-        if low.input not in inputs:
-            inputs[low.input] = cursor.take((tokens, problem.columns), FLOAT8)
+        rows = take("input", low.input, (tokens, problem.columns), FLOAT8)
         shapes = ((tokens, 1), (1, features)) if low.by_row else ((), ())
-        of_rows, of_weight = (cursor.take(shape, torch.float32) for shape in shapes)
-        found.append(Scaled(inputs[low.input], of_rows, of_weight, low.dtype, low.fast))
+        of_rows, of_weight = take("of_rows", low.of_rows, shapes[0]), take("of_weight", low.of_weight, shapes[1])
+        found.append(Scaled(rows, of_rows, of_weight, low.dtype, low.fast))
     return found
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dsv4_compile.kernels import linear, streams
-from dsv4_compile.kernels.linear import mixed, packing, products, skinny, strategies, timing, tuning
+from dsv4_compile.kernels.linear import grouped, mixed, packing, products, skinny, strategies, timing, tuning
 from dsv4_compile.kernels.linear.products import FLOAT8, Scaled
 from dsv4_compile.kernels.linear.skinny import arguments
 from dsv4_compile.kernels.linear.skinny.plans import MOST_LINEARS, PLANS, TOKENS, WARPS, Plan, Variant, fitted
@@ -59,7 +59,7 @@ def products_of(name: str, of: Problem) -> list[list[tuple[tuple[int, ...], bool
 
 def test_float8_weights_join_the_launch_of_the_others() -> None:
     assert products_of("skinny: whole", problem()) == [[((0, 1, 2, 3, 4, 5, 6), True)]]
-    assert strategies.plan_of("skinny: whole", problem()).outputs == ((BF16, 2624), (BF16, 1024), (BF16, 512))
+    assert strategies.plan_of("skinny: whole", problem()).outputs == ((BF16, 2624), (BF16, 1536))
 
 
 @pytest.mark.parametrize(
@@ -74,6 +74,14 @@ def test_float8_weights_join_the_launch_of_the_others() -> None:
 )
 def test_elsewhere_float8_weights_are_products_of_torchs_beside_the_launch(changes: dict[str, Any]) -> None:
     assert products_of("skinny: whole", problem(**changes)) == [[((0, 1, 2, 3, 4), True), ((5,), False), ((6,), False)]]
+
+
+def test_float8_weights_that_lie_one_behind_the_other_are_one_product() -> None:
+    of = problem(runs=((0, 1, 2, 3, 4), (5, 6)))
+    assert products_of("pack", of) == [[((0, 1, 2, 3, 4), False), ((5, 6), False)]]
+    assert products_of("pack+streams", of) == [[((0, 1, 2, 3, 4), False)], [((5, 6), False)], [], []]
+    ((plain, low),) = strategies.plan_of("pack", of).slots
+    assert (plain.output, plain.start, plain.stop) == (0, 0, 2624) and (low.output, low.start, low.stop) == (1, 0, 1536)
 
 
 def test_other_ways_have_a_product_for_each_float8_weight() -> None:
@@ -158,7 +166,7 @@ def test_a_measurement_has_buffers_for_float8() -> None:
     assert (
         one.weights[5].dtype == FLOAT8 and one.weights[5].float().abs().max() < 2 and one.weights[5].float().std() > 0
     )
-    assert one.biases[5].dtype == BF16 and len(one.outputs) == 3
+    assert one.biases[5].dtype == BF16 and [output.shape for output in one.outputs] == [(5, 80), (5, 32)]
 
 
 # -------------------------------------------------------------------------------------------------------- the operator
@@ -191,6 +199,11 @@ class Case:
         return [*self.weights, *self.low_weights], [*self.biases, *self.low_biases]
 
     def exact(self) -> list[Tensor]:
+        """In float64: the others side by side, then the float8 layers."""
+        plain, *low = self.exact_layers()
+        return [plain, torch.cat(low, -1)]
+
+    def exact_layers(self) -> list[Tensor]:
         """In float64: the others side by side, then each float8 layer."""
         rows = self.x.reshape(-1, self.x.shape[-1]).double()
 
@@ -227,11 +240,13 @@ def case(
     x = (torch.randn(tokens, columns, device=device) / 8).to(BF16)
     weights = [(torch.randn(count, columns, device=device) / columns**0.5).to(BF16) for count in features]
     given = [quantised(tokens, columns, device) for _ in range(inputs)]
+    if not by_row:
+        given = [(rows, scale.amax() if tokens else scale.new_ones(())) for rows, scale in given]
     scaled, low_weights = [], []
     for i, count in enumerate(low):
         weight, of_weight = quantised(count, columns, device)
         rows, of_rows = given[i % inputs]
-        scales = (of_rows, of_weight.t().contiguous()) if by_row else (of_rows.amax(), of_weight.amax())
+        scales = of_rows, of_weight.t().contiguous() if by_row else of_weight.amax()
         scaled.append(Scaled(rows, *scales, dtype))
         low_weights.append(weight)
     biases = [torch.randn(count, device=device).to(BF16) if biased else None for count in (*features, *low)]
@@ -266,11 +281,66 @@ def test_the_operator_on_a_cpu(tokens: int, biased: bool, by_row: bool) -> None:
         skip_unless_torch_scales_rows()
     one = case(tokens, 64, (32, 8), (16, 48), by_row, biased, inputs=2)
     made = linear.mixed_linear(*one.arguments([0, 1, 2, 2]))
-    assert [tuple(output.shape) for output in made] == [(tokens, 40), (tokens, 16), (tokens, 48)]
+    assert [tuple(output.shape) for output in made] == [(tokens, 40), (tokens, 64)]
     assert_close(made, one.exact())
     assert packing.pack(one.weights).packed
     for name in ("serial", "streams", "pack", "pack+streams"):
         assert_close(mixed.run_as(name, one.x, *one.every(), [0, 1, 2, 2], one.scaled), one.exact())
+
+
+def joined(one: Case) -> Case:
+    """The same with its float8 weights one behind the other."""
+    whole = torch.cat([weight.view(torch.uint8) for weight in one.low_weights]).view(FLOAT8)
+    parts = whole.split([weight.shape[0] for weight in one.low_weights])
+    return dataclasses.replace(one, low_weights=list(parts))
+
+
+def of_hopper(_: int | None) -> Card:
+    return HOPPER
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+def test_one_product_of_float8_weights_with_scales_of_their_own(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, by this torch's product on a CPU: each layer has its columns and its scale."""
+    skip_unless_torch_scales_rows()
+    monkeypatch.setattr(tuning, "card_of", of_hopper)
+    calls: list[int] = []
+    real = products.multiply_scaled_together
+
+    def counted(given: Sequence[Scaled], *rest: Any) -> Tensor:
+        calls.append(len(given))
+        return real(given, *rest)
+
+    monkeypatch.setattr(products, "multiply_scaled_together", counted)
+    for by_row in (False, True):
+        one = joined(case(tokens, 64, (32, 8), (16, 48, 16), by_row and tokens > 1))
+        same = [dataclasses.replace(given, of_weight=one.scaled[0].of_weight) for given in one.scaled]
+        for kind in (one, dataclasses.replace(one, scaled=same)):
+            if kind is not one and by_row and tokens > 1:
+                continue  # a scale for each row of a weight belongs to that weight
+            for name in ("pack", "pack+streams", "serial"):
+                assert packing.pack(kind.weights).packed
+                assert_close(mixed.run_as(name, kind.x, *kind.every(), [0, 1, 2, 2, 2], kind.scaled), kind.exact())
+    assert calls == [3] * (8 if tokens < 2 else 6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "runs"),
+    [
+        ({}, ((0,), (1, 2, 3))),
+        ({"biased": (False, False, True, False)}, ((0,), (1,), (2,), (3,))),
+        ({"biased": (True, False, False, False)}, ((0,), (1, 2, 3))),
+        ({"scaled": [Low(BF16, False, 0, False), *[Low(BF16, False, 1, False)] * 2]}, ((0,), (1,), (2, 3))),
+        ({"scaled": [*[Low(BF16, False, 0, False)] * 2, Low(BF16, False, 0, False, of_rows=1)]}, ((0,), (1, 2), (3,))),
+        ({"scaled": [Low(BF16, False, 0, False, of_weight=i) for i in range(3)]}, ((0,), (1, 2, 3))),
+        ({"scaled": [Low(F32, False, 0, False)] * 3}, ((0,), (1,), (2,), (3,))),
+        ({"card": Card("cpu", 0)}, ((0,), (1,), (2,), (3,))),
+    ],
+    ids=["alike", "bias", "bias elsewhere", "input", "scale of the input", "scales", "float32", "no card"],
+)
+def test_which_float8_weights_one_product_takes(changes: dict[str, Any], runs: tuple[tuple[int, ...], ...]) -> None:
+    given = {"scaled": [Low(BF16, False, 0, False)] * 3, "biased": (False,) * 4, "card": HOPPER, **changes}
+    assert grouped._parted(((0,), (1, 2, 3)), (), 1, given["scaled"], given["biased"], given["card"]) == runs
 
 
 def test_no_rows_and_several_axes() -> None:
@@ -421,7 +491,7 @@ def launched(plan: Plan, one: Case) -> list[Tensor]:
 
 def assert_no_farther_than_torch(one: Case, made: Sequence[Tensor]) -> None:
     """From float64 than `torch._scaled_mm` and cuBLAS are."""
-    plain, *low = one.exact()
+    plain, *low = one.exact_layers()
     for exact, ours, weight, bias in zip(
         plain.split([weight.shape[0] for weight in one.weights], 1), made, one.weights, one.biases, strict=False
     ):
@@ -445,12 +515,49 @@ def test_every_plan_is_as_exact_as_torch(columns: int, low: tuple[int, ...], tok
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("runs_here")
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize("tokens", [1, 7, 64, 65, 256, 1025])
+def test_packed_float8_weights_are_as_exact_as_torch(tokens: int, by_row: bool) -> None:
+    """Their results are columns of one matrix; the scales differ."""
+    one = joined(case(tokens, 4096, REST, QUERY_AND_KEY, by_row, device="cuda"))
+    assert packing.pack(one.weights).packed
+    apart = one.torchs()
+    for name in ("pack", "pack+streams", "serial", "streams"):
+        made = mixed.run_as(name, one.x, *one.every(), [0, 0, 1, 1, 2, 3, 3], one.scaled)
+        assert_close(made, one.exact())
+        for exact, ours, torchs in zip(one.exact_layers()[1:], made[1].split(QUERY_AND_KEY, 1), apart, strict=True):
+            assert (ours - exact).norm() <= 1.02 * (torchs - exact).norm() + 1e-7 * exact.norm()
+    if not by_row:  # one scale for both
+        one.scaled = [dataclasses.replace(given, of_weight=one.scaled[0].of_weight) for given in one.scaled]
+        assert_close(mixed.run_as("pack", one.x, *one.every(), [0, 0, 1, 1, 2, 3, 3], one.scaled), one.exact())
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("runs_here")
+def test_packed_float8_weights_in_a_capture_that_is_the_first_use() -> None:
+    """The number one that unscaled products are given is not the capture's."""
+    one = joined(case(100, 4096, REST, QUERY_AND_KEY, device="cuda"))
+    assert packing.pack(one.weights).packed
+    products._one.cache_clear()
+    run = functools.partial(mixed.run_as, "pack+streams", one.x, *one.every(), [0, 0, 1, 1, 2, 3, 3], one.scaled)
+    graph = torch.cuda.CUDAGraph()
+    torch.mm(one.x, one.weights[0].t())
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        made = run()
+    assert_close(run(), one.exact())  # before the first replay
+    graph.replay()
+    assert_close(made, one.exact())
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("runs_here")
 @pytest.mark.parametrize("columns", [1040, 528, 4096])
 def test_odd_rows_two_inputs_and_wide_results(columns: int) -> None:
     """Features that `_scaled_mm` does not take, against float64."""
     for dtype in (BF16, F32):
         one = case(13, columns, (40, 1, 333), (17, 9, 100, 8), by_row=True, inputs=2, dtype=dtype, device="cuda")
-        plain, *low = one.exact()
+        plain, *low = one.exact_layers()
         for plan in plans_for(13, (40, 1, 333), [(17, 100), (9, 8)], columns).values():
             made = launched(plan, one)
             torch.testing.assert_close(torch.cat(made[:3], 1).double(), plain, rtol=8e-3, atol=1e-4)
@@ -530,7 +637,7 @@ def test_captured_side_by_side_with_new_values(name: str) -> None:
 
 
 def _divided(one: Case, by: int) -> list[Tensor]:
-    plain, *low = one.exact()
+    plain, *low = one.exact_layers()
     return [plain, *(exact / by for exact in low)]
 
 
