@@ -193,13 +193,16 @@ def apart(products: Sequence[ScaledProduct], others: Iterable[torch.dtype]) -> s
 
 
 def packable(products: Sequence[ScaledProduct]) -> list[list[ScaledProduct]]:
-    """Those of one input, two or more, whose weights can be laid one behind the other for one product of all."""
-    alike: dict[tuple[Node, Node], dict[Node, ScaledProduct]] = {}
+    """Those of one input, two or more, whose weights can be laid one behind the other for one product of all: with one
+    scale together, or with one for each row."""
+    alike: dict[tuple[Node, ...], dict[Node, ScaledProduct]] = {}
     for product in products:
         whole = product.weight.op == "placeholder" and product.turned and value(product.weight).is_contiguous()
         if whole and product.bias is None and product.dtype == torch.bfloat16:
+            by_tensor = count(shape(product.weight_scale) or ()) == 1
+            key = product.input, product.input_scale, *([product.weight_scale] if by_tensor else [])
             # A weight that several of them read lies in one place.
-            alike.setdefault((product.input, product.input_scale), {}).setdefault(product.weight, product)
+            alike.setdefault(key, {}).setdefault(product.weight, product)
     return [list(found.values()) for found in alike.values() if len(found) > 1]
 
 

@@ -17,7 +17,7 @@ import torch
 
 from dsv4_compile.kernels.driver import bindings, check
 
-__all__ = ["ABSENT", "COUNTERS", "SUMS", "Arena", "Kept", "allocated"]
+__all__ = ["ABSENT", "COUNTERS", "SUMS", "Arena", "Kept"]
 
 ABSENT = 0xFFFFDEAD  # as in launch.cuh
 PER_THREAD_STREAM = 2  # the one handle that stands for another stream in every thread
@@ -79,7 +79,7 @@ class Kept:
         arenas = self.arenas.setdefault(index, [])
         address = arenas[-1].take(count) if arenas else None
         if address is None:
-            arenas.append(allocated(index, max(self.arena, count), self.fill))
+            arenas.append(_allocate(index, max(self.arena, count), self.fill))
             address = arenas[-1].take(count)
         assert address is not None
         return address
@@ -95,8 +95,8 @@ def _capture(stream: int) -> int:
     return int(check(driver.cuStreamGetCaptureInfo(stream))[1])
 
 
-def allocated(index: int, size: int, fill: int) -> Arena:
-    """`size` words on CUDA device `index` that are `fill`. In the middle of a capture as well."""
+def _allocate(index: int, size: int, fill: int) -> Arena:
+    """In the middle of a capture as well."""
     driver, _ = bindings()
     with torch.cuda.device(index):
         torch.cuda.is_current_stream_capturing()  # makes the device's context current in a thread that has none yet

@@ -323,8 +323,9 @@ def _parted(
     """The same runs, cut where one product cannot go on.
 
     That is where results have another dtype than those before. Of float8 weights (those from `plain` on) one product
-    takes those of one input and its scale, without a bias, whose results are bfloat16: what all kernels of torch with a
-    scale for each column do.
+    takes those of one input, without a bias, that have one scale together or one for each row, with results in bfloat16
+    (torch has no others everywhere where scales are by row). Where each weight has one scale, a product for each is
+    faster than what can be made of it: 24.2 us and not 26.8 for 256 tokens (H200, all of Flash's seven).
     """
 
     def kind(member: int) -> Hashable:
@@ -332,7 +333,7 @@ def _parted(
             return bool(wide) and wide[member]
         low = scaled[member - plain]
         joins = low.dtype == torch.bfloat16 and not biased[member] and card.capability >= skinny.FLOAT8
-        return dataclasses.replace(low, of_weight=0) if joins else member
+        return (dataclasses.replace(low, of_weight=0) if low.by_row else low) if joins else member
 
     parted: list[tuple[int, ...]] = []
     for run in runs:

@@ -412,9 +412,8 @@ def _task(
         assert isinstance(operand, Tensor)
         output = output[:, product.start : product.stop]
         if len(members) > 1:
-            features = [weights[i].shape[0] for i in members]
             together = [scaled[i - plain] for i in members]
-            return functools.partial(products.multiply_scaled_together, together, features, operand, output)
+            return functools.partial(products.multiply_scaled_together, together, operand, output)
         given = scaled[members[0] - plain]
         return functools.partial(products.multiply_scaled, given, operand, biases[members[0]], output)
     dtype = weights[members[0]].dtype

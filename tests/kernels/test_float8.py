@@ -299,10 +299,16 @@ def of_hopper(_: int | None) -> Card:
     return HOPPER
 
 
+def with_one_scale(one: Case) -> Case:
+    """The same with one scale for all float8 weights."""
+    return dataclasses.replace(
+        one, scaled=[dataclasses.replace(given, of_weight=one.scaled[0].of_weight) for given in one.scaled]
+    )
+
+
 @pytest.mark.parametrize("tokens", [0, 1, 5])
-def test_one_product_of_float8_weights_with_scales_of_their_own(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, by this torch's product on a CPU: each layer has its columns and its scale."""
-    skip_unless_torch_scales_rows()
+def test_one_product_of_float8_weights(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, by this torch's product on a CPU: each layer has its columns and its scales."""
     monkeypatch.setattr(tuning, "card_of", of_hopper)
     calls: list[int] = []
     real = products.multiply_scaled_together
@@ -312,16 +318,15 @@ def test_one_product_of_float8_weights_with_scales_of_their_own(tokens: int, mon
         return real(given, *rest)
 
     monkeypatch.setattr(products, "multiply_scaled_together", counted)
-    for by_row in (False, True):
-        one = joined(case(tokens, 64, (32, 8), (16, 48, 16), by_row and tokens > 1))
-        same = [dataclasses.replace(given, of_weight=one.scaled[0].of_weight) for given in one.scaled]
-        for kind in (one, dataclasses.replace(one, scaled=same)):
-            if kind is not one and by_row and tokens > 1:
-                continue  # a scale for each row of a weight belongs to that weight
-            for name in ("pack", "pack+streams", "serial"):
-                assert packing.pack(kind.weights).packed
-                assert_close(mixed.run_as(name, kind.x, *kind.every(), [0, 1, 2, 2, 2], kind.scaled), kind.exact())
-    assert calls == [3] * (8 if tokens < 2 else 6)
+    kinds = [with_one_scale(joined(case(tokens, 64, (32, 8), (16, 48, 16))))]
+    if scales_rows_on_a_cpu() and tokens:
+        kinds.append(joined(case(tokens, 64, (32, 8), (16, 48, 16), by_row=True)))
+    apart = joined(case(tokens, 64, (32, 8), (16, 48, 16)))
+    for one in (*kinds, apart):
+        assert packing.pack(one.weights).packed
+        for name in ("pack", "pack+streams", "serial"):
+            assert_close(mixed.run_as(name, one.x, *one.every(), [0, 1, 2, 2, 2], one.scaled), one.exact())
+    assert calls == [3] * 2 * len(kinds)
 
 
 @pytest.mark.parametrize(
@@ -332,11 +337,12 @@ def test_one_product_of_float8_weights_with_scales_of_their_own(tokens: int, mon
         ({"biased": (True, False, False, False)}, ((0,), (1, 2, 3))),
         ({"scaled": [Low(BF16, False, 0, False), *[Low(BF16, False, 1, False)] * 2]}, ((0,), (1,), (2, 3))),
         ({"scaled": [*[Low(BF16, False, 0, False)] * 2, Low(BF16, False, 0, False, of_rows=1)]}, ((0,), (1, 2), (3,))),
-        ({"scaled": [Low(BF16, False, 0, False, of_weight=i) for i in range(3)]}, ((0,), (1, 2, 3))),
+        ({"scaled": [Low(BF16, True, 0, False, of_weight=i) for i in range(3)]}, ((0,), (1, 2, 3))),
+        ({"scaled": [Low(BF16, False, 0, False, of_weight=i // 2) for i in range(3)]}, ((0,), (1, 2), (3,))),
         ({"scaled": [Low(F32, False, 0, False)] * 3}, ((0,), (1,), (2,), (3,))),
         ({"card": Card("cpu", 0)}, ((0,), (1,), (2,), (3,))),
     ],
-    ids=["alike", "bias", "bias elsewhere", "input", "scale of the input", "scales", "float32", "no card"],
+    ids=["alike", "bias", "bias elsewhere", "input", "scale of the input", "by row", "scales", "float32", "no card"],
 )
 def test_which_float8_weights_one_product_takes(changes: dict[str, Any], runs: tuple[tuple[int, ...], ...]) -> None:
     given = {"scaled": [Low(BF16, False, 0, False)] * 3, "biased": (False,) * 4, "card": HOPPER, **changes}
@@ -515,11 +521,12 @@ def test_every_plan_is_as_exact_as_torch(columns: int, low: tuple[int, ...], tok
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("runs_here")
-@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize("scales", ["one", "apart", "by row"])
 @pytest.mark.parametrize("tokens", [1, 7, 64, 65, 256, 1025])
-def test_packed_float8_weights_are_as_exact_as_torch(tokens: int, by_row: bool) -> None:
-    """Their results are columns of one matrix; the scales differ."""
-    one = joined(case(tokens, 4096, REST, QUERY_AND_KEY, by_row, device="cuda"))
+def test_packed_float8_weights_are_as_exact_as_torch(tokens: int, scales: str) -> None:
+    """Their results are columns of one matrix."""
+    one = joined(case(tokens, 4096, REST, QUERY_AND_KEY, scales == "by row", device="cuda"))
+    one = with_one_scale(one) if scales == "one" else one
     assert packing.pack(one.weights).packed
     apart = one.torchs()
     for name in ("pack", "pack+streams", "serial", "streams"):
@@ -527,27 +534,6 @@ def test_packed_float8_weights_are_as_exact_as_torch(tokens: int, by_row: bool) 
         assert_close(made, one.exact())
         for exact, ours, torchs in zip(one.exact_layers()[1:], made[1].split(QUERY_AND_KEY, 1), apart, strict=True):
             assert (ours - exact).norm() <= 1.02 * (torchs - exact).norm() + 1e-7 * exact.norm()
-    if not by_row:  # one scale for both
-        one.scaled = [dataclasses.replace(given, of_weight=one.scaled[0].of_weight) for given in one.scaled]
-        assert_close(mixed.run_as("pack", one.x, *one.every(), [0, 0, 1, 1, 2, 3, 3], one.scaled), one.exact())
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("runs_here")
-def test_packed_float8_weights_in_a_capture_that_is_the_first_use() -> None:
-    """The number one that unscaled products are given is not the capture's."""
-    one = joined(case(100, 4096, REST, QUERY_AND_KEY, device="cuda"))
-    assert packing.pack(one.weights).packed
-    products._one.cache_clear()
-    run = functools.partial(mixed.run_as, "pack+streams", one.x, *one.every(), [0, 0, 1, 1, 2, 3, 3], one.scaled)
-    graph = torch.cuda.CUDAGraph()
-    torch.mm(one.x, one.weights[0].t())
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        made = run()
-    assert_close(run(), one.exact())  # before the first replay
-    graph.replay()
-    assert_close(made, one.exact())
 
 
 @pytest.mark.gpu

@@ -100,7 +100,7 @@ def test_words_are_kept_for_each_stream_and_each_capture(monkeypatch: pytest.Mon
         made.append((index, size, fill))
         return kept.Arena(size, 4096 * len(made))
 
-    monkeypatch.setattr(kept, "allocated", allocate)
+    monkeypatch.setattr(kept, "_allocate", allocate)
     monkeypatch.setattr(kept, "_capture", lambda _: capturing)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: stream, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing > 0)

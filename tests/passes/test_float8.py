@@ -146,6 +146,36 @@ def test_static_and_dynamic_shapes(compiler: str, dynamic: bool) -> None:
     assert [len(group.linears) for graph in graphs for group in graph.projections] == [5] * (1 if dynamic else 2)
 
 
+class Together(Attention):
+    """The activation is quantised once for both; their scales are of each row, of each weight, or the same."""
+
+    def __init__(self, scales: str) -> None:
+        super().__init__(rows=scales == "rows")
+        if scales == "same":
+            self.kv.scale = self.q.scale
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        x = x * 2
+        rows, scale = self.q.quantise(x)
+        low = [layer.product(rows, scale) for layer in (self.q, self.kv)]
+        return [*low, self.gate(x), self.state(x), self.index(x)]
+
+
+@pytest.mark.parametrize(("scales", "packs"), [("rows", 2), ("weights", 1), ("same", 2)])
+def test_float8_weights_that_can_be_one_product_are_laid_side_by_side(scales: str, packs: int) -> None:
+    if scales == "rows":
+        skip_unless_torch_scales_rows()
+    module, x = Together(scales), torch.randn(5, 64).to(BF16)
+    kept = {name: tensor.float().clone() for name, tensor in module.state_dict().items()}
+    out, graph = auto(module, x)
+    assert_like_eager(out, module, x)
+    (group,) = graph.projections
+    assert group.packs == packs and len(group.linears) == 5
+    apart = module.kv.weight.data_ptr() - module.q.weight.data_ptr() != module.q.weight.numel()
+    assert apart is (packs == 1)
+    assert all(tensor.float().equal(kept[name]) for name, tensor in module.state_dict().items())
+
+
 class Depends(nn.Module):
     """The float8 input is made from the result of a linear of the same activation."""
 

@@ -197,62 +197,73 @@ __device__ __forceinline__ void load_tokens(u32 from, u32 (*b)[2]) {
     }
 }
 
-// Adds the products of one stage to the sums of a warp. Row r of a stage has its chunk c at place c ^ r % 8.
-__device__ __forceinline__ void multiply_stage(u32 stage, int row_warp, int column_warp, float (*sums)[TOKENS / 8][4]) {
-    const int lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
+// What a warp multiplies in a step: 16 columns of two bytes of the tokens and of its tiles.
+struct Fragments {
+    u32 tokens[TOKENS / 8][2];
+    u32 weights[TILES][4];
+};
+
+// Row r of a stage has its chunk c at place c ^ r % 8.
+__device__ __forceinline__ void load_step(u32 stage, int step, int row_warp, int column_warp, Fragments& to) {
+    const int lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8, chunk = 2 * (column_warp * STEPS + step);
     const u32 weights = stage + (row_warp * TILES * 16 + matrix % 2 * 8 + row) * ROW_BYTES;
     const u32 tokens = stage + (ROWS + (TOKENS == 8 ? 0 : matrix / 2 * 8) + row) * ROW_BYTES;
+    load_tokens(tokens + ((chunk + matrix % 2) ^ row) * 16, to.tokens);
 #pragma unroll
-    for (int step = 0; step < STEPS; step++) {
-        const int chunk = 2 * (column_warp * STEPS + step);
-        const u32 token_chunk = ((chunk + matrix % 2) ^ row) * 16, weight_chunk = ((chunk + matrix / 2) ^ row) * 16;
-        u32 b[TOKENS / 8][2];
-        load_tokens(tokens + token_chunk, b);
+    for (int tile = 0; tile < TILES; tile++)
+        load_four(weights + tile * 16 * ROW_BYTES + ((chunk + matrix / 2) ^ row) * 16, to.weights[tile]);
+}
+
+// Adds the products of one step to the sums of a warp.
+__device__ __forceinline__ void multiply_numbers(const Fragments& of, float (*sums)[TOKENS / 8][4]) {
 #pragma unroll
-        for (int tile = 0; tile < TILES; tile++) {
-            u32 of_weight[4];
-            load_four(weights + tile * 16 * ROW_BYTES + weight_chunk, of_weight);
+    for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
-            for (int i = 0; i < TOKENS / 8; i++) multiply_add(sums[tile][i], of_weight, b[i], TYPE());
-        }
-    }
+        for (int i = 0; i < TOKENS / 8; i++) multiply_add(sums[tile][i], of.weights[tile], of.tokens[i], TYPE());
 }
 
 #if LOW
 // The same for pairs. A lane has four float8 numbers in a register, columns 4q to 4q + 3 of a chunk of 16. The first two
 // serve as columns 2q and 2q + 1 of a product, the others as 2q + 8 and 2q + 9: the same change of order on both sides.
-__device__ __forceinline__ void multiply_pairs(u32 stage, int row_warp, int column_warp, float (*sums)[TOKENS / 8][4]) {
-    const int lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
-    const u32 weights = stage + (row_warp * TILES * 16 + matrix % 2 * 8 + row) * ROW_BYTES;
-    const u32 tokens = stage + (ROWS + (TOKENS == 8 ? 0 : matrix / 2 * 8) + row) * ROW_BYTES;
+__device__ __forceinline__ void multiply_pairs(const Fragments& of, float (*sums)[TOKENS / 8][4]) {
+    u32 b[TOKENS / 8][2][2];  // [.][chunk][.]
 #pragma unroll
-    for (int step = 0; step < STEPS; step++) {
-        const int chunk = 2 * (column_warp * STEPS + step);
-        const u32 token_chunk = ((chunk + matrix % 2) ^ row) * 16, weight_chunk = ((chunk + matrix / 2) ^ row) * 16;
-        u32 pairs[TOKENS / 8][2], b[TOKENS / 8][2][2];  // [.][chunk][.]
-        load_tokens(tokens + token_chunk, pairs);
+    for (int i = 0; i < TOKENS / 8; i++) {
+        widen(of.tokens[i][0], b[i][0][0], b[i][0][1]);
+        widen(of.tokens[i][1], b[i][1][0], b[i][1][1]);
+    }
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++) {
+        u32 first[4], second[4];  // rows and rows + 8 of the first chunk, of the second
+        widen(of.weights[tile][0], first[0], first[2]);
+        widen(of.weights[tile][1], first[1], first[3]);
+        widen(of.weights[tile][2], second[0], second[2]);
+        widen(of.weights[tile][3], second[1], second[3]);
 #pragma unroll
         for (int i = 0; i < TOKENS / 8; i++) {
-            widen(pairs[i][0], b[i][0][0], b[i][0][1]);
-            widen(pairs[i][1], b[i][1][0], b[i][1][1]);
-        }
-#pragma unroll
-        for (int tile = 0; tile < TILES; tile++) {
-            u32 of_weight[4], first[4], second[4];  // rows and rows + 8 of the first chunk, of the second
-            load_four(weights + tile * 16 * ROW_BYTES + weight_chunk, of_weight);
-            widen(of_weight[0], first[0], first[2]);
-            widen(of_weight[1], first[1], first[3]);
-            widen(of_weight[2], second[0], second[2]);
-            widen(of_weight[3], second[1], second[3]);
-#pragma unroll
-            for (int i = 0; i < TOKENS / 8; i++) {
-                multiply_add(sums[tile][i], first, b[i][0], f16());
-                multiply_add(sums[tile][i], second, b[i][1], f16());
-            }
+            multiply_add(sums[tile][i], first, b[i][0], f16());
+            multiply_add(sums[tile][i], second, b[i][1], f16());
         }
     }
 }
+#endif
 
+// Adds the products of one stage to the sums of a warp; what a step reads is on its way during the step before.
+template <bool OF_PAIRS>
+__device__ __forceinline__ void multiply_stage(u32 stage, int row_warp, int column_warp, float (*sums)[TOKENS / 8][4]) {
+    Fragments fragments[2];
+    load_step(stage, 0, row_warp, column_warp, fragments[0]);
+#pragma unroll
+    for (int step = 0; step < STEPS; step++) {
+        if (step + 1 < STEPS) load_step(stage, step + 1, row_warp, column_warp, fragments[(step + 1) % 2]);
+#if LOW
+        if constexpr (OF_PAIRS) multiply_pairs(fragments[step % 2], sums);
+#endif
+        if constexpr (!OF_PAIRS) multiply_numbers(fragments[step % 2], sums);
+    }
+}
+
+#if LOW
 // Brings near what `scaled` will read.
 __device__ __forceinline__ void bring_scales(const Given& a, int group) {
     const int tile = group * BLOCK_TILES + threadIdx.x;
@@ -413,10 +424,10 @@ __device__ __forceinline__ void run(const Given& a) {
         if (stage + ahead < end) bring(a, in, c, stage + ahead, next < STAGES ? next : next - STAGES);
         commit();
 #if LOW
-        if (in.of_pairs) multiply_pairs(memory + slot * STAGE_BYTES, row_warp, column_warp, sums);
+        if (in.of_pairs) multiply_stage<true>(memory + slot * STAGE_BYTES, row_warp, column_warp, sums);
         else
 #endif
-            multiply_stage(memory + slot * STAGE_BYTES, row_warp, column_warp, sums);
+            multiply_stage<false>(memory + slot * STAGE_BYTES, row_warp, column_warp, sums);
         slot = slot == STAGES - 1 ? 0 : slot + 1;
     }
     wait_for_copies<0>();
