@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4_compile.kernels.linear import packing, products, skinny, strategies, tuning
+from dsv4_compile.kernels.linear import packing, products, proposals, skinny, strategies, tuning
 from dsv4_compile.kernels.linear.buckets import LIMITS
 from dsv4_compile.kernels.linear.products import Scaled
 from dsv4_compile.kernels.linear.strategies import Card, Low, Operand, Plan, Problem
@@ -30,6 +30,9 @@ _KEEP_CALLS = 64
 
 _address = torch.Tensor.data_ptr
 
+Prepared = Callable[[Tensor], list[Tensor] | None]
+"""A call that is kept: the outputs for an input of one layout, None where it has to be put together anew."""
+
 
 class Group:
     """What is known of a list of weights `[M_i, K]`, without the weights themselves."""
@@ -43,7 +46,7 @@ class Group:
         self.aligned = all(map(skinny.is_aligned, weights))
         self.plans: dict[tuple[Any, ...], Plan] = {}
         """Plans that are chosen for good, by what the call adds."""
-        self.prepared: dict[tuple[Any, ...], skinny.Prepared | None] = {}
+        self.prepared: dict[tuple[Any, ...], Prepared | None] = {}
         """Launches that are kept, by what the call adds; None where every call is put together anew."""
 
     def problem(
@@ -122,14 +125,24 @@ def run(
     if call not in group.prepared and all(without) and key in group.plans and x.data_ptr() % 16 == 0:
         if len(group.prepared) >= _KEEP_CALLS:
             group.prepared.clear()
-        group.prepared[call] = _prepared(plan, x, rows, weights, outputs)
+        group.prepared[call] = _prepared(plan, operands, x, rows, weights, outputs)
     return outputs
 
 
 def _prepared(
-    plan: Plan, x: Tensor, rows: Tensor, weights: Sequence[Tensor], outputs: Sequence[Tensor]
-) -> skinny.Prepared | None:
+    plan: Plan,
+    operands: list[list[Operand]],
+    x: Tensor,
+    rows: Tensor,
+    weights: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+) -> Prepared | None:
     """The call that `plan` has just made, as a launch for the next ones like it."""
+    proposal = strategies.one_proposal(plan)
+    if proposal is not None:
+        turned = operands[0][0]
+        assert isinstance(turned, Tensor)
+        return proposals.keep(proposal, x, rows, turned)
     parts = strategies.one_launch(plan)
     if parts is None:
         return None

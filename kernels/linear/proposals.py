@@ -25,11 +25,12 @@ from dsv4_compile.kernels.choice.chooser import warn
 from dsv4_compile.kernels.linear import cublaslt, products
 from dsv4_compile.kernels.linear.buckets import bucket_of
 from dsv4_compile.kernels.linear.cublaslt import ALIGNMENT, TYPES, Algorithm, Launch, Product
+from dsv4_compile.kernels.linear.skinny.prepared import empty_strided_cuda
 
 if TYPE_CHECKING:
     from dsv4_compile.kernels.linear.strategies import Card, Problem
 
-__all__ = ["MOST", "forget", "multiply", "serves", "unavailable"]
+__all__ = ["MOST", "Kept", "forget", "keep", "multiply", "serves", "unavailable"]
 
 MOST = 4
 """Proposals that are ways of their own, for each bucket."""
@@ -120,6 +121,37 @@ def multiply(which: int, rows: Tensor, turned: Tensor, bias: Tensor | None, out:
         warn(f"A product is made by torch.mm: cublasLtMatmul returned {status}")
         return products.multiply(rows, turned, None, out)
     return out
+
+
+class Kept:
+    """A call that was made, for the next ones: a weight that lies where it lay, and an input of one layout."""
+
+    def __init__(self, launch: Launch, weight: int, shape: tuple[int, ...], dtype: torch.dtype, index: int) -> None:
+        self.launch, self.weight, self.dtype, self.index = launch, weight, dtype, index
+        self.shape, self.stride = shape, torch.empty(shape, device="meta").stride()
+
+    def __call__(self, x: Tensor) -> list[Tensor] | None:
+        """The result, or None where it needs the longer way: not aligned, not on the current device, or a failure."""
+        start = x.data_ptr()
+        if start % ALIGNMENT or not (x.get_device() == self.index == torch._C._cuda_getDevice()):
+            return None
+        torch.cuda.is_current_stream_capturing()  # makes the device's context current in a thread that has none yet
+        out = empty_strided_cuda(self.shape, self.stride, self.dtype)
+        if self.launch(self.weight, start, out.data_ptr(), torch._C._cuda_getCurrentRawStream(self.index)):
+            return None
+        return [out]
+
+
+def keep(which: int, x: Tensor, rows: Tensor, turned: Tensor) -> Kept | None:
+    """`multiply(which, rows, turned, None)`, `rows` being `x` as a matrix, as a call with further inputs like `x`.
+
+    None where a later call may be one that is torch's.
+    """
+    weight, index = turned.data_ptr(), rows.get_device()
+    if empty_strided_cuda is None or not rows.is_cuda or rows.data_ptr() != x.data_ptr() or weight % ALIGNMENT:
+        return None
+    launch = _launch(which, index, rows.dtype, rows.shape, turned.shape, rows.stride(), turned.stride(), None)
+    return None if launch is None else Kept(launch, weight, (*x.shape[:-1], turned.shape[1]), rows.dtype, index)
 
 
 def _takes(out: Tensor, rows: Tensor, turned: Tensor) -> bool:

@@ -350,6 +350,14 @@ def one_launch(plan: Plan) -> tuple[skinny.Plan, list[tuple[int, int, int]]] | N
     return gather.args[0], list(product.places)
 
 
+def one_proposal(plan: Plan) -> int | None:
+    """The number of the proposal where one such product is all that `plan` does, else None."""
+    multiply = plan.strategy.multiply
+    if plan.alone and isinstance(multiply, functools.partial) and multiply.func is proposals.multiply:
+        return int(multiply.args[0])
+    return None
+
+
 # ---------------------------------------------------------------------------------------------------------- execution
 
 

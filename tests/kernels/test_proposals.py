@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import math
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -400,3 +401,55 @@ def test_a_group_runs_as_a_proposal(library: Standin, by_torch: list[Tensor]) ->
     assert made.shape == (2, 3, M)
     assert_product(made.view(6, M), x, torch.cat(weights).t())
     assert [call.algorithm.tile for call in library.calls] == [83] and by_torch == []
+
+
+@pytest.fixture
+def allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def empty(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        made = aligned(math.prod(shape[:-1]), shape[-1], dtype).view(shape)
+        assert made.stride() == tuple(stride)
+        return made
+
+    monkeypatch.setattr(proposals, "empty_strided_cuda", empty)
+
+
+@pytest.mark.parametrize("lead", [(6,), (2, 3), (1, 6, 1)])
+def test_a_kept_call_is_the_product_of_a_new_input(
+    library: Standin, by_torch: list[Tensor], allocated: None, lead: tuple[int, ...]
+) -> None:
+    rows, turned = operands(6)
+    kept = proposals.keep(1, rows.view(*lead, K), rows, turned)
+    assert kept is not None and library.calls == []
+    for _ in range(3):
+        x = aligned(6, K)
+        (made,) = kept(x.view(*lead, K)) or ()
+        assert made.shape == (*lead, M) and made.dtype == BF16
+        assert_product(made.view(6, M), x, turned)
+    assert [call.algorithm.tile for call in library.calls] == [82] * 3 and by_torch == []
+
+
+def test_a_kept_call_leaves_what_is_not_like_the_first(
+    library: Standin, allocated: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, turned = operands(6)
+    kept = proposals.keep(1, rows, rows, turned)
+    assert kept is not None
+    wider = aligned(6, K + 8)
+    assert kept(wider.view(-1)[1 : 6 * K + 1].view(6, K)) is None
+    elsewhere = aligned(6, K)
+    elsewhere.number = 1
+    assert kept(elsewhere) is None
+    library.device = 1
+    assert kept(rows) is None
+    library.device = 0
+    monkeypatch.setattr(type(kept.launch), "__call__", lambda *_: 7)
+    assert kept(rows) is None
+
+
+def test_nothing_is_kept_of_what_torch_makes(library: Standin, allocated: None) -> None:
+    rows, turned = operands(6)
+    odd = aligned(M, K + 4).t()[:K]
+    assert proposals.keep(1, rows, rows, odd) is None
+    assert proposals.keep(1, aligned(6, K), rows, turned) is None
+    assert proposals.keep(77, rows, rows, turned) is None
+    assert proposals.keep(1, rows, rows.as_subclass(Tensor), turned) is None

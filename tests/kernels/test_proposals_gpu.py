@@ -177,3 +177,45 @@ def test_a_proposal_that_is_the_fastest_serves(
         (made,) = linear.grouped_linear(x, weights, [None] * 2, [0] * 2)
         assert_exact(made.view(tokens, -1), x.view(tokens, -1), weights)
     assert [entry["strategy"] for entry in linear.choices()] == ["pack: proposal 1"]
+
+
+def test_a_call_is_kept_for_the_next_ones(never_torch: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the operator, with new inputs, on other streams, in a graph, and with a weight that has moved."""
+    weights, of = on_card(*SHAPES[0])
+    name = names(of, 64)[0]
+    monkeypatch.setattr(tuning, "strategy", lambda problem, *_: (name, problem, True))
+
+    def run(x: Tensor) -> Tensor:
+        (made,) = linear.grouped_linear(x, weights, [None] * 2, [0] * 2)
+        return made
+
+    def new() -> Tensor:
+        return torch.randn(4, 16, SHAPES[0][0], device="cuda", dtype=BF16)
+
+    def check(x: Tensor, made: Tensor) -> None:
+        assert made.shape == (4, 16, SHAPES[0][1]) and made.is_contiguous()
+        assert_exact(made.view(64, -1), x.view(64, -1), weights)
+
+    run(new())
+    group = grouped.known_as(weights)
+    assert [type(kept) for kept in group.prepared.values()] == [proposals.Kept]
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            x = new()
+            made = run(x)
+        torch.cuda.synchronize()
+        check(x, made)
+    x, graph = new(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = run(x)
+    x.copy_(new())
+    graph.replay()
+    check(x, made)
+    one_on = torch.zeros(x.numel() + 1, device="cuda", dtype=BF16)[1:].view(x.shape).copy_(x)
+    monkeypatch.setattr(products, "multiply", lambda rows, turned, *_: torch.mm(rows, turned))
+    check(one_on, run(one_on))  # not aligned
+    moved = [weight.clone() for weight in weights]
+    assert packing.pack(moved).packed
+    weights[:] = [weight.mul_(2) for weight in moved]
+    check(x, run(x))

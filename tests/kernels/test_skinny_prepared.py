@@ -43,7 +43,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, bytes]]:
     monkeypatch.setattr(prepared, "bindings", lambda: (types.SimpleNamespace(cuLaunchKernelEx=launch), None))
     monkeypatch.setattr(prepared, "configuration", lambda *shape: shape)
     monkeypatch.setattr(prepared, "COUNTERS", types.SimpleNamespace(take=lambda groups, index: 4096 + groups))
-    monkeypatch.setattr(prepared, "_empty_strided_cuda", torch._C._dynamo.guards._empty_strided_cpu)
+    monkeypatch.setattr(prepared, "empty_strided_cuda", torch._C._dynamo.guards._empty_strided_cpu)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

@@ -22,11 +22,11 @@ from dsv4_compile.kernels.linear.skinny.arguments import ARGUMENTS, is_aligned, 
 from dsv4_compile.kernels.linear.skinny.plans import MOST_LINEARS, WARPS, Variant, tiles_of
 
 try:  # What Inductor's generated code allocates with: a third of the time of torch.empty.
-    from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined]
+    from torch._C._dynamo.guards import _empty_strided_cuda as empty_strided_cuda  # type: ignore[attr-defined]
 except ImportError:  # pragma: no cover
-    _empty_strided_cuda = None
+    empty_strided_cuda = None
 
-__all__ = ["Made", "Prepared", "keep"]
+__all__ = ["Made", "Prepared", "empty_strided_cuda", "keep"]
 
 # `struct Arguments` in words of eight bytes: seven for each weight, of which the third is the address of its output;
 # then the addresses of the input, its stride, the addresses of the workspace and of the counters.
@@ -69,7 +69,7 @@ class Prepared:
         if address % 16 or not (x.get_device() == self.index == torch._C._cuda_getDevice()):
             return None
         torch.cuda.is_current_stream_capturing()  # makes the device's context current in a thread that has none yet
-        made = [_empty_strided_cuda(one.shape, one.stride, one.dtype) for one in self.outputs]
+        made = [empty_strided_cuda(one.shape, one.stride, one.dtype) for one in self.outputs]
         try:
             words, pointer, place = self._idle.pop()
         except IndexError:
@@ -80,7 +80,7 @@ class Prepared:
             for word, offset in output.words:
                 words[word] = start + offset
         if self.partials:
-            workspace = _empty_strided_cuda((self.partials,), (1,), torch.float32)
+            workspace = empty_strided_cuda((self.partials,), (1,), torch.float32)
             words[WORKSPACE], words[COUNTING] = workspace.data_ptr(), COUNTERS.take(self.groups, self.index)
         stream = torch._C._cuda_getCurrentRawStream(self.index)
         config = self._configurations.get(stream) or self._configured(stream)
@@ -121,7 +121,7 @@ def keep(variant: Variant, function: Any, call: Made) -> Prepared | None:
     None when a later call needs more than other addresses.
     """
     x, rows, weights, outputs = call.x, call.rows, call.weights, call.outputs
-    if _empty_strided_cuda is None or rows.data_ptr() != x.data_ptr() or not is_aligned(rows):
+    if empty_strided_cuda is None or rows.data_ptr() != x.data_ptr() or not is_aligned(rows):
         return None
     views = [outputs[i][:, start:stop] for i, start, stop in call.parts]
     template = pack_arguments(rows, weights, [None] * len(weights), views, 0, 0)
