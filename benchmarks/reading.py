@@ -24,15 +24,17 @@ struct Arguments { const char* from; long long bytes; };
 
 extern "C" __global__ void __launch_bounds__(256) reading(const __grid_constant__ Arguments a) {
     extern __shared__ __align__(128) char memory[];
-    const long long stages = (a.bytes + STAGE - 1) / STAGE;
-    const long long first = stages * blockIdx.x / gridDim.x, end = stages * (blockIdx.x + 1) / gridDim.x;
-    auto bring = [&](long long stage) {
-        for (int i = threadIdx.x * 16; i < STAGE; i += 256 * 16) {
-            const long long at = stage * STAGE + i;
-            const unsigned to = (unsigned)__cvta_generic_to_shared(memory + (stage - first) % STAGES * STAGE + i);
-            if (stage < end && at < a.bytes)
+    const int stages = (a.bytes + STAGE - 1) / STAGE;
+    const int first = (long long)stages * blockIdx.x / gridDim.x;
+    const int end = (long long)stages * (blockIdx.x + 1) / gridDim.x;
+    const unsigned to = (unsigned)__cvta_generic_to_shared(memory) + threadIdx.x * 16;
+    auto bring = [&](int stage, int slot) {
+        if (stage < end) {
+            const char* at = a.from + min((long long)stage * STAGE, a.bytes - STAGE) + threadIdx.x * 16;
+#pragma unroll
+            for (int i = 0; i < STAGE; i += 256 * 16)
                 asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;"
-                             :: "r"(to), "l"(a.from + at) : "memory");
+                             :: "r"(to + slot * STAGE + i), "l"(at + i) : "memory");
         }
         asm volatile("cp.async.commit_group;" ::: "memory");
     };
@@ -40,10 +42,12 @@ extern "C" __global__ void __launch_bounds__(256) reading(const __grid_constant_
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
-    for (int i = 0; i < STAGES - 1; i++) bring(first + i);
-    for (long long stage = first; stage < end; stage++) {
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; i++) bring(first + i, i);
+    for (int stage = first, slot = STAGES - 1; stage < end; stage++) {
         asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 2) : "memory");
-        bring(stage + STAGES - 1);
+        bring(stage + STAGES - 1, slot);
+        slot = slot == STAGES - 1 ? 0 : slot + 1;
     }
     asm volatile("cp.async.wait_group 0;" ::: "memory");
 }
@@ -59,7 +63,7 @@ def _kernel(index: int) -> Any:
 
 
 def read(tensor: Tensor) -> None:
-    """One launch that reads all of `tensor`, which is contiguous and begins at a multiple of 16 bytes."""
+    """One launch that reads all of `tensor`: contiguous, from a multiple of 16 bytes on, no smaller than a stage."""
     index = tensor.device.index
     blocks = torch.cuda.get_device_properties(index).multi_processor_count
     arguments = struct.pack("=2q", tensor.data_ptr(), tensor.nbytes)
