@@ -23,7 +23,18 @@ from dsv4_compile.passes.region import are, aten, count, leaf_of, packet, shape,
 from dsv4_compile.passes.sites import module_path
 from dsv4_compile.passes.storages import arguments
 
-__all__ = ["ScaledProduct", "apart", "beside", "is_scaled", "operands", "packable", "parse"]
+__all__ = [
+    "ScaledProduct",
+    "apart",
+    "beside",
+    "is_scaled",
+    "operands",
+    "packable",
+    "parse",
+    "share_inputs",
+    "side_by_side",
+    "unpacked",
+]
 
 FLOAT8 = torch.float8_e4m3fn
 
@@ -192,18 +203,65 @@ def apart(products: Sequence[ScaledProduct], others: Iterable[torch.dtype]) -> s
     )
 
 
-def packable(products: Sequence[ScaledProduct]) -> list[list[ScaledProduct]]:
+def packable(products: Sequence[ScaledProduct], x: Node) -> list[list[ScaledProduct]]:
     """Those of one input, two or more, whose weights can be laid one behind the other for one product of all: with one
-    scale together, or with one for each row."""
-    alike: dict[tuple[Node, ...], dict[Node, ScaledProduct]] = {}
+    scale together, or with one for each row. Inputs that are computed from `x` alike are one (`share_inputs`)."""
+    same = hoisting.alike([node for product in products for node in (product.input, product.input_scale)], x)
+    found: dict[tuple[Node, ...], dict[Node, ScaledProduct]] = {}
     for product in products:
-        whole = product.weight.op == "placeholder" and product.turned and value(product.weight).is_contiguous()
-        if whole and product.bias is None and product.dtype == torch.bfloat16:
+        if _unfit(product) is None:
             by_tensor = count(shape(product.weight_scale) or ()) == 1
-            key = product.input, product.input_scale, *([product.weight_scale] if by_tensor else [])
+            of_weight = [product.weight_scale] if by_tensor else []
+            key = same[product.input], same[product.input_scale], *of_weight
             # A weight that several of them read lies in one place.
-            alike.setdefault(key, {}).setdefault(product.weight, product)
-    return [list(found.values()) for found in alike.values() if len(found) > 1]
+            found.setdefault(key, {}).setdefault(product.weight, product)
+    return [list(weights.values()) for weights in found.values() if len(weights) > 1]
+
+
+def _unfit(product: ScaledProduct) -> str | None:
+    """Why it is a product of its own wherever its weight lies, or None."""
+    if product.weight.op != "placeholder" or not product.turned or not value(product.weight).is_contiguous():
+        return "a weight is stored by columns, or a part of another tensor"
+    if product.bias is not None:
+        return "one has a bias"
+    return None if product.dtype == torch.bfloat16 else f"their results are {_brief(product.dtype)}"
+
+
+def unpacked(products: Sequence[ScaledProduct], x: Node) -> str | None:
+    """Why not all of `products` are one where they are packed, or None."""
+    together = packable(products, x)
+    if len(products) < 2 or (together and len(together[0]) == len(products)):
+        return None
+    return next(filter(None, map(_unfit, products)), "their inputs or their scales differ")
+
+
+def side_by_side(products: Sequence[ScaledProduct], x: Node) -> tuple[ScaledProduct, ...]:
+    """`products`, those that are packed together one behind the other."""
+    together = {product.node: i for i, found in enumerate(packable(products, x)) for product in found}
+    places = {product.node: i for i, product in enumerate(products)}
+    first: dict[int, int] = {}
+    for node, i in together.items():
+        first[i] = min(first.get(i, len(products)), places[node])
+    return tuple(sorted(products, key=lambda product: first.get(together.get(product.node, -1), places[product.node])))
+
+
+def share_inputs(products: Sequence[ScaledProduct], x: Node) -> None:
+    """Lets `products` read one input where they read several that are computed from `x` alike."""
+    given = {product.node: (product.input, product.input_scale) for product in products}
+    same = hoisting.alike([node for both in given.values() for node in both], x)
+    for node, both in given.items():
+        for operand in both:
+            if same[operand] is not operand:
+                node.replace_input_with(operand, same[operand])
+                _erase_unused(operand)
+
+
+def _erase_unused(node: Node) -> None:
+    if not node.users and node.op == "call_function":
+        inputs = node.all_input_nodes
+        node.graph.erase_node(node)
+        for one in inputs:
+            _erase_unused(one)
 
 
 def operands(graph: Graph, products: Sequence[ScaledProduct]) -> tuple[Any, ...]:

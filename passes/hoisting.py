@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch.fx import Graph, Node
 
+from dsv4_compile.passes.pieces import has_effect
 from dsv4_compile.passes.region import aten, value
 from dsv4_compile.passes.verify import confinement
 
-__all__ = ["MOST_STEPS", "PRODUCTS", "Joining", "activation", "hoist", "lost", "may_write", "obstacle"]
+__all__ = ["MOST_STEPS", "PRODUCTS", "Joining", "activation", "alike", "hoist", "lost", "may_write", "obstacle"]
 
 MOST_STEPS = 64
 """Nodes between an activation and what a product of the group reads, at most."""
@@ -94,6 +95,35 @@ def hoist(graph: Graph, first: Node, products: Sequence[Joining]) -> None:
     for node in sorted(needed, key=order.__getitem__):
         if node.op != "placeholder":
             first.prepend(node)
+
+
+def alike(nodes: Iterable[Node], x: Node) -> dict[Node, Node]:
+    """For each of `nodes` the first that computes the same from `x`, by the same operators."""
+    order = {node: i for i, node in enumerate(x.graph.nodes)}
+    first: dict[Hashable, Node] = {}
+    known: dict[Node, Node] = {}
+
+    def same(node: Node) -> Node:
+        if node not in known:
+            known[node] = node
+            varies = node.op != "call_function" or _immovable(node) or has_effect(node)
+            if order[node] > order[x] and not varies and not any(map(may_write, node.users)):
+                key = node.target, _frozen(node.args, same), _frozen(node.kwargs, same)
+                known[node] = first.setdefault(key, node)
+        return known[node]
+
+    return {node: same(node) for node in nodes}
+
+
+def _frozen(argument: Any, same: Callable[[Node], Node]) -> Hashable:
+    """An argument of a call as something to compare: equal numbers of two types are not the same."""
+    if isinstance(argument, Node):
+        return same(argument)
+    if isinstance(argument, Mapping):
+        return tuple((name, _frozen(one, same)) for name, one in sorted(argument.items()))
+    if isinstance(argument, list | tuple):
+        return tuple(_frozen(one, same) for one in argument)
+    return type(argument), repr(argument)
 
 
 def _between(nodes: Iterable[Node], since: int, order: Mapping[Node, int]) -> set[Node]:

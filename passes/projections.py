@@ -71,6 +71,9 @@ class ProjectionsPass:
             missed += left
             if len(group.members) < 2:
                 continue
+            if strategy == "measured" and group.low:
+                float8.share_inputs(group.low, group.x)
+                group = replace(group, low=float8.side_by_side(group.low, group.x) if self.pack else group.low)
             streams = assigned(group, self.num_streams)
             # The activation may itself have been the result of a linear of an earlier group.
             group = replace(group, x=moved.get(group.x, group.x))
@@ -205,6 +208,8 @@ class ProjectionsPass:
         if not self.pack:
             return "; not packed, the parameters are not at hand in this hook"
         reasons = [_pack_obstacle(linears) for linears in _by_dtype(group) if len(linears) > 1]
+        if (why := float8.unpacked(group.low, group.x)) is not None:
+            reasons.append(f"float8 weights: {why}")
         return "".join(f"; not packed: {reason}" for reason in dict.fromkeys(reasons) if reason is not None)
 
 
@@ -239,7 +244,7 @@ def _by_dtype(group: Group) -> list[list[Linear]]:
 def _packable(group: Group) -> list[Sequence[Linear | ScaledProduct]]:
     """The layers whose weights can be laid one behind the other: those of each dtype, and of each float8 input."""
     plain = [linears for linears in _by_dtype(group) if len(linears) > 1 and _pack_obstacle(linears) is None]
-    return [*plain, *float8.packable(group.low)]
+    return [*plain, *float8.packable(group.low, group.x)]
 
 
 def _pack_obstacle(linears: Sequence[Linear]) -> str | None:

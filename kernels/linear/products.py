@@ -102,10 +102,10 @@ def multiply_scaled_together(given: Sequence[Scaled], turned: Tensor, out: Tenso
 
 @functools.cache
 def _cublas_scales_rows(index: int) -> bool:
-    """Whether `torch._scaled_mm` with a scale for each row is cuBLAS's on CUDA device `index`, which writes columns of
-    a wider matrix; the kernel that it is elsewhere may not."""
+    """Whether `torch._scaled_mm` with a scale for each row is cuBLAS's on CUDA device `index` (-1: a CPU), which writes
+    columns of a wider matrix; the kernel that it is elsewhere may not."""
     cuda = torch.version.cuda
-    if cuda is None or tuple(map(int, cuda.split(".")[:2])) < (12, 9):
+    if index < 0 or cuda is None or tuple(map(int, cuda.split(".")[:2])) < (12, 9):
         return False
     return torch.cuda.get_device_capability(index)[0] == 9
 

@@ -180,9 +180,11 @@ def _is_legal(strategy: Strategy, problem: Problem, tokens: float) -> bool:
 
 
 def default(problem: Problem, tokens: float) -> str:
-    """The way where nothing is measured: pack up to 4096 tokens, else streams where they are allowed, else serial."""
+    """The way where nothing is measured: pack up to 4096 tokens if that joins others than float8 weights, else streams
+    where they are allowed, else serial."""
     names = legal(problem, tokens)
-    if "pack" in names and tokens <= PACK_MAX_TOKENS:
+    joins = any(len(run) > 1 and run[0] < problem.plain for run in problem.runs)
+    if "pack" in names and joins and tokens <= PACK_MAX_TOKENS:
         return "pack"
     return "streams" if "streams" in names else "serial"
 
@@ -373,9 +375,9 @@ def execute(
 ) -> None:
     """Runs `plan`; what follows on the current stream comes after all of it.
 
-    Everything but joined biases is allocated by the caller, before the fork and on the current stream: the caching
-    allocator then knows it as memory of that stream, in a capture as well, and a late reader cannot meet it reused by
-    a side stream.
+    Everything but joined biases and scales is allocated by the caller, before the fork and on the current stream: the
+    caching allocator then knows it as memory of that stream, in a capture as well, and a late reader cannot meet it
+    reused by a side stream.
 
     Args:
         rows: `[N, K]`.

@@ -349,6 +349,22 @@ def test_which_float8_weights_one_product_takes(changes: dict[str, Any], runs: t
     assert grouped._parted(((0,), (1, 2, 3)), (), 1, given["scaled"], given["biased"], given["card"]) == runs
 
 
+def test_scales_by_row_on_a_cpu_with_a_torch_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_unless_torch_scales_rows()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    products._cublas_scales_rows.cache_clear()
+    one = case(5, 64, (32, 8), (16, 48), by_row=True)
+    assert_close(linear.mixed_linear(*one.arguments([0, 0, 0, 0])), one.exact())
+    products._cublas_scales_rows.cache_clear()
+
+
+def test_float8_weights_alone_are_no_reason_to_pack() -> None:
+    together = ((0,), (1,), (2,), (3,), (4,), (5, 6))
+    assert strategies.default(problem(runs=together), 128) == "streams"
+    assert strategies.default(problem(runs=together, streams=(0,) * 7), 128) == "serial"
+    assert strategies.default(problem(runs=((0, 1, 2, 3, 4), (5, 6))), 128) == "pack"
+
+
 def test_no_rows_and_several_axes() -> None:
     one = case(6, 64, (32,), (16,))
     flat = one.arguments([0, 0])

@@ -13,8 +13,10 @@ from torch.fx import Graph, Node
 
 import dsv4_compile
 from dsv4_compile.kernels import linear
+from dsv4_compile.kernels.linear import products, tuning
 from dsv4_compile.passes import float8, projections
 from tests.kernels.test_float8 import scales_rows_on_a_cpu, skip_unless_torch_scales_rows
+from tests.kernels.test_skinny import HOPPER
 from tests.passes.test_projections import names, run
 
 FLOAT8, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -174,6 +176,70 @@ def test_float8_weights_that_can_be_one_product_are_laid_side_by_side(scales: st
     apart = module.kv.weight.data_ptr() - module.q.weight.data_ptr() != module.q.weight.numel()
     assert apart is (packs == 1)
     assert all(tensor.float().equal(kept[name]) for name, tensor in module.state_dict().items())
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_layers_that_quantise_the_activation_alike_read_one_input(compiler: str) -> None:
+    """Each by itself, as in the models; a layer that does it otherwise has its own."""
+    skip_unless_torch_scales_rows()
+
+    class Many(Attention):
+        def __init__(self) -> None:
+            super().__init__(rows=True)
+            self.other = Float8(64, 16, rows=True)
+            self.other.quantise = lambda x: by_row(x * 0.5)
+            self.more = Float8(64, 48, rows=True)
+
+        def forward(self, x: Tensor) -> list[Tensor]:
+            x = x * 2
+            return [layer(x) for layer in (self.q, self.kv, self.other, self.more, self.gate, self.state, self.index)]
+
+    module, x = Many(), torch.randn(5, 64).to(BF16)
+    out, graph = auto(module, x, compiler=compiler)
+    assert_like_eager(out, module, x)
+    (group,) = graph.projections
+    assert [linear.name for linear in group.linears][3:] == ["q", "kv", "more", "other"] and group.packs == 2
+    assert "not packed: float8 weights: their inputs or their scales differ" in group.reason
+    start = module.q.weight.data_ptr()
+    assert [layer.weight.data_ptr() - start for layer in (module.kv, module.more)] == [32 * 64, 48 * 64]
+    (entry,) = linear.choices()
+    assert [one["input"] for one in entry["scaled"]] == [0, 0, 0, 1]
+
+
+def test_members_of_one_product_are_side_by_side_with_others_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_unless_torch_scales_rows()
+
+    class Between(Attention):
+        def __init__(self) -> None:
+            super().__init__(rows=True)
+            self.biased = Float8(64, 16, rows=True, bias=True)
+
+        def forward(self, x: Tensor) -> list[Tensor]:
+            x = x * 2
+            rows, scale = by_row(x)
+            low = [layer.product(rows, scale) for layer in (self.q, self.biased, self.kv)]
+            return [*low, self.gate(x), self.state(x), self.index(x)]
+
+    monkeypatch.setattr(tuning, "card_of", lambda _: HOPPER)
+    joint: list[int] = []
+    real = products.multiply_scaled_together
+
+    def counted(given: Any, *rest: Any) -> Tensor:
+        joint.append(len(given))
+        return real(given, *rest)
+
+    monkeypatch.setattr(products, "multiply_scaled_together", counted)
+    module, x = Between(), torch.randn(5, 64).to(BF16)
+    monkeypatch.setattr(tuning, "strategy", lambda problem, *_: ("pack", problem, True))
+    out, graph = auto(module, x)
+    assert_like_eager(out, module, x)
+    (group,) = graph.projections
+    assert joint == [2] and group.packs == 2 and "float8 weights: one has a bias" in group.reason
+    assert [linear.out_features for linear in group.linears][3:] == [32, 16, 16] and group.biased[3:] == (
+        False,
+        False,
+        True,
+    )
 
 
 class Depends(nn.Module):
