@@ -11,8 +11,8 @@ Such a product takes as long as its weights take to come from memory, so everyth
   weights and of the tokens; tensor cores multiply what has arrived: 16 rows of weights by 8 tokens at a time.
 - Blocks that share their rows add up through each other's shared memory, if they are a cluster, else the last of them
   to finish adds up what all have written. Nobody waits for a block that may not be running.
-- The next launch begins while the one before ends: what is weights is brought into L2 by then, and read when all that
-  was to write them has ended.
+- The next launch begins while the one before ends: the first stage of its weights is brought into L2 by then, and read
+  when all that was to write them has ended.
 
 - float8 weights are copied as they are, and become float16, which has all their numbers, in front of the tensor cores.
   That is what Hopper does with `mma` of float8 as well, once for each product instead of once for each fragment.

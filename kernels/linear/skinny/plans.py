@@ -45,8 +45,8 @@ class Plan:
     columns: of the weights, of a stage in shared memory. splits: what may be the number of blocks that share the
     columns of their rows. cluster: these are a cluster and add up through each other's shared memory; else the last of
     them adds up what all have written. blocks: of a launch that are on a multiprocessor together. early: the blocks of
-    the next launch fit beside them, and begin as soon as this one has ended. apart: a warp copies the columns that it
-    multiplies, and waits for no other.
+    the next launch fit beside them, and begin as soon as this one has ended. apart: warps copy the columns that they
+    multiply, and wait only for those that have the same.
     """
 
     columns: int

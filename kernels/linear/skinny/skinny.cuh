@@ -6,7 +6,7 @@
 //   ROW_WARPS, COLUMN_WARPS   warps of a block along the rows of the weights, and along their columns
 //   TILES      of 16 rows, of a warp          COLUMNS    of a stage, a multiple of 64 and of 16 * COLUMN_WARPS
 //   STAGES     in shared memory               BLOCKS     that are to fit on a multiprocessor
-//   APART      1: warps copy the columns that they multiply, and wait for nobody else; 0: all copy all
+//   APART      1: warps copy the columns that they multiply, and wait for those that have the same; 0: all copy all
 //   SPLITS     blocks that share the columns  CLUSTER    1: they are a cluster, 0: the last of them adds up
 //   LOW        1: some of the weights are float8 (e4m3), each with a float8 input and scales; not defined: none
 //
