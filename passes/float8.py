@@ -203,16 +203,20 @@ def apart(products: Sequence[ScaledProduct], others: Iterable[torch.dtype]) -> s
     )
 
 
-def packable(products: Sequence[ScaledProduct], x: Node) -> list[list[ScaledProduct]]:
+def packable(products: Sequence[ScaledProduct], same: Mapping[Node, Node] | None = None) -> list[list[ScaledProduct]]:
     """Those of one input, two or more, whose weights can be laid one behind the other for one product of all: with one
-    scale together, or with one for each row. Inputs that are computed from `x` alike are one (`share_inputs`)."""
-    same = hoisting.alike([node for product in products for node in (product.input, product.input_scale)], x)
+    scale together, or with one for each row.
+
+    Args:
+        same: for inputs and their scales the node that counts in their place.
+    """
+    same = same or {}
     found: dict[tuple[Node, ...], dict[Node, ScaledProduct]] = {}
     for product in products:
         if _unfit(product) is None:
             by_tensor = count(shape(product.weight_scale) or ()) == 1
-            of_weight = [product.weight_scale] if by_tensor else []
-            key = same[product.input], same[product.input_scale], *of_weight
+            given = [same.get(node, node) for node in (product.input, product.input_scale)]
+            key = *given, *([product.weight_scale] if by_tensor else [])
             # A weight that several of them read lies in one place.
             found.setdefault(key, {}).setdefault(product.weight, product)
     return [list(weights.values()) for weights in found.values() if len(weights) > 1]
@@ -229,31 +233,31 @@ def _unfit(product: ScaledProduct) -> str | None:
 
 def unpacked(products: Sequence[ScaledProduct], x: Node) -> str | None:
     """Why not all of `products` are one where they are packed, or None."""
-    together = packable(products, x)
+    together = packable(products, _alike(products, x)) if len(products) > 1 else []
     if len(products) < 2 or (together and len(together[0]) == len(products)):
         return None
     return next(filter(None, map(_unfit, products)), "their inputs or their scales differ")
 
 
-def side_by_side(products: Sequence[ScaledProduct], x: Node) -> tuple[ScaledProduct, ...]:
+def side_by_side(products: Sequence[ScaledProduct]) -> tuple[ScaledProduct, ...]:
     """`products`, those that are packed together one behind the other."""
-    together = {product.node: i for i, found in enumerate(packable(products, x)) for product in found}
-    places = {product.node: i for i, product in enumerate(products)}
-    first: dict[int, int] = {}
-    for node, i in together.items():
-        first[i] = min(first.get(i, len(products)), places[node])
-    return tuple(sorted(products, key=lambda product: first.get(together.get(product.node, -1), places[product.node])))
+    together = {product: found for found in packable(products) for product in found}
+    return tuple(dict.fromkeys(one for product in products for one in together.get(product, [product])))
 
 
 def share_inputs(products: Sequence[ScaledProduct], x: Node) -> None:
     """Lets `products` read one input where they read several that are computed from `x` alike."""
-    given = {product.node: (product.input, product.input_scale) for product in products}
-    same = hoisting.alike([node for both in given.values() for node in both], x)
-    for node, both in given.items():
-        for operand in both:
+    same = _alike(products, x)
+    for product in products:
+        for operand in (product.input, product.input_scale):
             if same[operand] is not operand:
-                node.replace_input_with(operand, same[operand])
+                product.node.replace_input_with(operand, same[operand])
                 _erase_unused(operand)
+
+
+def _alike(products: Sequence[ScaledProduct], x: Node) -> dict[Node, Node]:
+    """For each input and its scale the first one that is computed from `x` in the same way."""
+    return hoisting.alike([node for product in products for node in (product.input, product.input_scale)], x)
 
 
 def _erase_unused(node: Node) -> None:

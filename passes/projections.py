@@ -67,16 +67,16 @@ class ProjectionsPass:
         done, packs = [], []
         moved: dict[Node, Node] = {}
         for group in groups:
+            # The activation may itself have been the result of a linear of an earlier group.
+            group = replace(group, x=moved.get(group.x, group.x))
             group, strategy, reason, left = self._settled(graph, group)
             missed += left
             if len(group.members) < 2:
                 continue
             if strategy == "measured" and group.low:
                 float8.share_inputs(group.low, group.x)
-                group = replace(group, low=float8.side_by_side(group.low, group.x) if self.pack else group.low)
+                group = replace(group, low=float8.side_by_side(group.low))
             streams = assigned(group, self.num_streams)
-            # The activation may itself have been the result of a linear of an earlier group.
-            group = replace(group, x=moved.get(group.x, group.x))
             alike: list[Sequence[Linear | ScaledProduct]] = []
             if strategy == "measured":
                 alike = _packable(group) if self.pack else []
@@ -244,7 +244,7 @@ def _by_dtype(group: Group) -> list[list[Linear]]:
 def _packable(group: Group) -> list[Sequence[Linear | ScaledProduct]]:
     """The layers whose weights can be laid one behind the other: those of each dtype, and of each float8 input."""
     plain = [linears for linears in _by_dtype(group) if len(linears) > 1 and _pack_obstacle(linears) is None]
-    return [*plain, *float8.packable(group.low, group.x)]
+    return [*plain, *float8.packable(group.low)]
 
 
 def _pack_obstacle(linears: Sequence[Linear]) -> str | None:

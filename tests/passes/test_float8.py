@@ -13,10 +13,9 @@ from torch.fx import Graph, Node
 
 import dsv4_compile
 from dsv4_compile.kernels import linear
-from dsv4_compile.kernels.linear import products, tuning
+from dsv4_compile.kernels.linear import tuning
 from dsv4_compile.passes import float8, projections
-from tests.kernels.test_float8 import scales_rows_on_a_cpu, skip_unless_torch_scales_rows
-from tests.kernels.test_skinny import HOPPER
+from tests.kernels.test_float8 import joint_products, of_hopper, scales_rows_on_a_cpu, skip_unless_torch_scales_rows
 from tests.passes.test_projections import names, run
 
 FLOAT8, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -220,26 +219,39 @@ def test_members_of_one_product_are_side_by_side_with_others_between(monkeypatch
             low = [layer.product(rows, scale) for layer in (self.q, self.biased, self.kv)]
             return [*low, self.gate(x), self.state(x), self.index(x)]
 
-    monkeypatch.setattr(tuning, "card_of", lambda _: HOPPER)
-    joint: list[int] = []
-    real = products.multiply_scaled_together
-
-    def counted(given: Any, *rest: Any) -> Tensor:
-        joint.append(len(given))
-        return real(given, *rest)
-
-    monkeypatch.setattr(products, "multiply_scaled_together", counted)
+    monkeypatch.setattr(tuning, "card_of", of_hopper)
+    joint = joint_products(monkeypatch)
     module, x = Between(), torch.randn(5, 64).to(BF16)
     monkeypatch.setattr(tuning, "strategy", lambda problem, *_: ("pack", problem, True))
     out, graph = auto(module, x)
     assert_like_eager(out, module, x)
     (group,) = graph.projections
     assert joint == [2] and group.packs == 2 and "float8 weights: one has a bias" in group.reason
-    assert [linear.out_features for linear in group.linears][3:] == [32, 16, 16] and group.biased[3:] == (
-        False,
-        False,
-        True,
-    )
+    assert [linear.out_features for linear in group.linears][3:] == [32, 16, 16]
+    assert group.biased == (False, True, False, False, False, True)
+
+
+class Behind(nn.Module):
+    """The activation of the second group is the result of a linear of the first, as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = plain(64, 64), plain(64, 16), plain(64, 24), plain(64, 8)
+        self.low, self.more = Float8(64, 32), Float8(64, 16)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        x = x * 2
+        y = self.a(x)
+        return [self.b(x), self.c(y), self.d(y), self.low(y), self.more(y)]
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+@pytest.mark.parametrize("shape", [(5, 64), (2, 3, 64)])
+def test_the_activation_may_be_the_result_of_an_earlier_group(shape: tuple[int, ...], compiler: str) -> None:
+    module, x = Behind(), torch.randn(shape).to(BF16)
+    out, graph = auto(module, x, compiler=compiler)
+    assert_like_eager(out, module, x)
+    assert names(graph) == [["a", "b"], ["c", "d", "low", "more"]]
 
 
 class Depends(nn.Module):
